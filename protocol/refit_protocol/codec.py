@@ -1,0 +1,180 @@
+"""Message <-> frames: `[b"RFT1", header, blob...]`, the header being message-pack under limits.
+
+The identity and the empty delimiter before these frames belong to the socket and are not seen here.
+Nothing is evaluated or unpickled: a header becomes one of the structs in `messages`, or the frame is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgpack
+import msgspec
+
+from refit_protocol.errors import ErrorCode, ProtocolError
+from refit_protocol.messages import ReplyHeader, RequestHeader
+
+MAGIC = b"RFT1"
+
+Frame = bytes | memoryview
+_Header = TypeVar("_Header", RequestHeader, ReplyHeader)
+
+
+@dataclass(frozen=True)
+class CodecLimits:
+    """What a decoder accepts. The daemon's come from its configuration, the client trusts its daemon with the defaults."""
+
+    header_bytes: int = 16 << 20
+    blob_bytes: int = 256 << 20
+    blobs: int = 16
+    array_items: int = 1 << 18
+    map_items: int = 1 << 12
+    text_bytes: int = 8 << 20
+    containers: int = 1 << 19
+    depth: int = 32
+
+
+DEFAULT_LIMITS = CodecLimits()
+
+
+def encode_request(header: RequestHeader, blobs: Sequence[Frame] = ()) -> list[Frame]:
+    return [MAGIC, _pack(header), *blobs]
+
+
+def encode_reply(header: ReplyHeader, blobs: Sequence[Frame] = ()) -> list[Frame]:
+    return [MAGIC, _pack(header), *blobs]
+
+
+def decode_request(frames: Sequence[Frame], limits: CodecLimits = DEFAULT_LIMITS) -> tuple[RequestHeader, list[Frame]]:
+    """Raises `ProtocolError` (malformed_message, message_too_large) whatever the bytes are."""
+    return _decode(frames, limits, RequestHeader)
+
+
+def decode_reply(frames: Sequence[Frame], limits: CodecLimits = DEFAULT_LIMITS) -> tuple[ReplyHeader, list[Frame]]:
+    """Raises `ProtocolError` like `decode_request`, but does not count containers: a client trusts its daemon that far."""
+    return _decode(frames, limits, ReplyHeader)
+
+
+def salvage_request_id(frames: Sequence[Frame], limits: CodecLimits = DEFAULT_LIMITS) -> int:
+    """The id in a header that is a map but no known request, so that even its refusal can be matched; 0 if there is none."""
+    try:
+        _check_frames(frames, limits)
+        native = _unpack(frames[1], limits, hostile=True)
+    except ProtocolError:
+        return 0
+    request_id = native.get("id") if isinstance(native, dict) else None
+    return request_id if type(request_id) is int and 0 < request_id < 1 << 64 else 0
+
+
+def _pack(header: RequestHeader | ReplyHeader) -> bytes:
+    packed: bytes = msgpack.packb(msgspec.to_builtins(header, builtin_types=(bytes,)))
+    return packed
+
+
+def _decode(frames: Sequence[Frame], limits: CodecLimits, kind: type[_Header]) -> tuple[_Header, list[Frame]]:
+    _check_frames(frames, limits)
+    native = _unpack(frames[1], limits, hostile=kind is RequestHeader)
+    try:
+        return msgspec.convert(native, kind, builtin_types=(bytes,)), list(frames[2:])
+    except msgspec.ValidationError as error:
+        raise _malformed(str(error)) from None
+
+
+def _check_frames(frames: Sequence[Frame], limits: CodecLimits) -> None:
+    if len(frames) < 2 or bytes(frames[0][:8]) != MAGIC:
+        raise _malformed(f"expected the frames {MAGIC!r}, header, blobs after the empty delimiter")
+    if len(frames) - 2 > limits.blobs:
+        raise _too_large(f"{len(frames) - 2} blobs, at most {limits.blobs}", limits.blobs)
+    if len(frames[1]) > limits.header_bytes:
+        raise _too_large(f"header of {len(frames[1])} bytes, at most {limits.header_bytes}", limits.header_bytes)
+    blob_bytes = sum(len(blob) for blob in frames[2:])
+    if blob_bytes > limits.blob_bytes:
+        raise _too_large(f"{blob_bytes} bytes of blobs, at most {limits.blob_bytes}", limits.blob_bytes)
+
+
+def _unpack(packed: Frame, limits: CodecLimits, *, hostile: bool) -> Any:
+    hooks = _hostile_hooks(limits.containers) if hostile else {}
+    try:
+        native = msgpack.unpackb(
+            packed,
+            raw=False,
+            strict_map_key=True,
+            ext_hook=_refuse_extension,
+            max_array_len=limits.array_items,
+            max_map_len=limits.map_items,
+            max_str_len=limits.text_bytes,
+            max_bin_len=limits.text_bytes,
+            max_ext_len=limits.text_bytes,
+            **hooks,
+        )
+    # msgpack reports every kind of bad input as a ValueError; a timestamp out of range is an OverflowError.
+    except (ValueError, OverflowError, msgpack.UnpackException) as error:
+        raise _malformed(
+            f"header is not the message-pack this protocol uses: {error or type(error).__name__}"
+        ) from None
+    if hostile:
+        _check_nesting(native, limits.depth)
+    return native
+
+
+def _hostile_hooks(containers: int) -> dict[str, Callable[..., Any]]:
+    count = _container_counter(containers)
+    return {"list_hook": count, "object_pairs_hook": lambda pairs: _unique_map(count(pairs))}
+
+
+def _container_counter(limit: int) -> Callable[[list[Any]], list[Any]]:
+    """Bounds memory: a one-byte empty array costs 56 bytes once it is an object."""
+    left = limit
+
+    def count(container: list[Any]) -> list[Any]:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise _too_large(f"more than {limit} arrays and maps in one header", limit)
+        return container
+
+    return count
+
+
+def _unique_map(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
+        raise _malformed("a map holds the same key twice")
+    if any(type(key) is not str for key in unique):
+        raise _malformed("map keys must be strings")
+    return unique
+
+
+def _refuse_extension(code: int, _data: bytes) -> Any:
+    raise _malformed(f"message-pack extension type {code} is not used by this protocol")
+
+
+def _check_nesting(native: Any, depth: int) -> None:
+    level = [native]
+    while level:
+        if depth == 0:
+            raise _malformed("header is nested too deeply")
+        depth -= 1
+        level = [child for container in level for child in _children(container) if _is_container(child)]
+
+
+def _is_container(value: Any) -> bool:
+    if type(value) is msgpack.Timestamp:
+        raise _malformed("message-pack timestamps are not used by this protocol")
+    return isinstance(value, dict | list)
+
+
+def _children(container: Any) -> Sequence[Any]:
+    if isinstance(container, dict):
+        return list(container.values())
+    return container if isinstance(container, list) else []
+
+
+def _malformed(message: str) -> ProtocolError:
+    return ProtocolError(ErrorCode.MALFORMED_MESSAGE, message)
+
+
+def _too_large(message: str, limit: int) -> ProtocolError:
+    return ProtocolError(ErrorCode.MESSAGE_TOO_LARGE, message, limit=limit)

@@ -1,0 +1,651 @@
+"""Every message of protocol version 1 in the order of a session's life: commands from clients, facts from the daemon.
+
+Bulk numbers travel in the blobs that follow the header (see each message); names of fields carry their units.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from refit_protocol.errors import ErrorCode, Fault, ProtocolError
+from refit_protocol.states import EngineState
+from refit_protocol.tensors import BucketPiece, DType, Segment, SourceTensor, TensorShape
+
+PROTOCOL_VERSION = 1
+
+InflightPolicy = Literal["finish", "keep", "recompute", "abort"]
+AttestMode = Literal["off", "sampled", "full"]
+PlanMode = Literal["auto", "off", "require"]
+RefitPath = Literal["plan", "loader", "mixed"]
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+SleepTag = Literal["weights", "kv_cache"]
+
+
+class Command(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    tag=True,
+    tag_field="type",
+):
+    """From client to daemon. Unknown fields are refused: a misspelt option must not be ignored."""
+
+
+class Fact(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True, tag_field="type"):
+    """From daemon to client. Unknown fields are ignored: the daemon may say more within version 1."""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A part of a command."""
+
+
+class Detail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A part of a fact."""
+
+
+# --- sessions ---------------------------------------------------------------------------------------------------------
+
+
+class Hello(Command):
+    """Opens a session, or takes up the one named by `resume` after a reconnect.
+
+    `pid` is given by clients on the same machine: the daemon then notices their death at once.
+    """
+
+    protocol_versions: list[int]
+    client: str
+    pid: int | None = None
+    lease_seconds: float | None = None
+    resume: str | None = None
+
+
+class ModelInfo(Detail):
+    name: str
+    vocab_size: int
+    max_model_len: int
+    dtype: str
+    eos_token_ids: list[int]
+
+
+class LimitInfo(Detail):
+    message_bytes: int
+    requests_per_session: int
+    prompts_per_request: int
+    bucket_pieces: int
+    buffered_bytes: int
+
+
+class Welcome(Fact):
+    """`session` goes into the header of every later request; `epoch` changes with each start of the daemon."""
+
+    protocol_version: int
+    daemon_version: str
+    session: str
+    resumed: bool
+    epoch: int
+    lease_seconds: float
+    heartbeat_seconds: float
+    limits: LimitInfo
+    model: ModelInfo | None
+
+
+class Heartbeat(Command):
+    """Renews the lease of the session; so does every other request."""
+
+
+class HeartbeatAcknowledged(Fact):
+    lease_seconds: float
+
+
+class Goodbye(Command):
+    """Ends the session: its streams are cancelled, its memory unmapped, its writer role given up."""
+
+
+class SessionClosed(Fact):
+    pass
+
+
+class AcquireWriter(Command):
+    """Asks to be the one session that writes weights; `takeover` fences off the present writer."""
+
+    takeover: bool = False
+
+
+class WriterAcquired(Fact):
+    """`epoch` goes into every refit command; frames with an older one are refused."""
+
+    epoch: int
+
+
+class ReleaseWriter(Command):
+    pass
+
+
+class WriterReleased(Fact):
+    pass
+
+
+# --- looking ----------------------------------------------------------------------------------------------------------
+
+
+class GetStatus(Command):
+    """Needs no session."""
+
+
+class LastError(Detail):
+    code: ErrorCode
+    message: str
+    unix_seconds: float
+
+
+class Status(Fact):
+    """What is true now. `digest` is of the weights that are served, as 16 hex digits, None while they are torn."""
+
+    daemon_version: str
+    pid: int
+    epoch: int
+    state: EngineState
+    model: ModelInfo | None
+    version: int
+    digest: str | None
+    digest_mode: AttestMode
+    sleep_level: int
+    asleep_tags: list[SleepTag]
+    progress: float
+    sessions: int
+    writer: str | None
+    running_requests: int
+    waiting_requests: int
+    restorable_version: int | None
+    last_refit: RefitReport | None
+    last_error: LastError | None
+    uptime_seconds: float
+    logprobs_mode: str
+    http_url: str | None = None
+    vllm_version: str | None = None
+    devices: list[str] = []
+
+
+class GetManifest(Command):
+    pass
+
+
+class ManifestTensor(Detail):
+    """A checkpoint tensor that a full refit must bring, unless `optional`; `alias_of` names the tensor it is tied to."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    optional: bool = False
+    alias_of: str | None = None
+
+
+class Manifest(Fact):
+    tensors: list[ManifestTensor]
+
+
+class GetDigest(Command):
+    """Reads the engine's memory and answers what is served: see `refit_protocol.digest` for the definition."""
+
+    mode: Literal["sampled", "full"] = "sampled"
+
+
+class WeightsDigest(Fact):
+    version: int
+    mode: Literal["sampled", "full"]
+    digest: str
+
+
+class GetLoggerMetrics(Command):
+    """Asks for the engine's figures, sampled at a fixed interval since they were last cleared."""
+
+    clear: bool = False
+
+
+class LoggerMetrics(Fact):
+    """One list an engine figure, all of one length; `interval_seconds` lies between two samples."""
+
+    interval_seconds: float
+    samples: dict[str, list[float]]
+
+
+# --- refit ------------------------------------------------------------------------------------------------------------
+
+
+class OpenSource(Command):
+    """Exports trainer memory once. `inplace`: `tensors` are the parameters themselves; `bucket`: segments are staging buckets."""
+
+    epoch: int
+    kind: Literal["inplace", "bucket"]
+    segments: list[Segment]
+    tensors: list[SourceTensor] = []
+    plan: PlanMode | None = None
+
+
+class UnplannedTensor(Detail):
+    name: str
+    why: str
+
+
+class SourceOpened(Fact):
+    source: int
+    path: RefitPath
+    tensors: int
+    size_bytes: int
+    unplanned: list[UnplannedTensor]
+
+
+class CloseSource(Command):
+    epoch: int
+    source: int
+
+
+class SourceClosed(Fact):
+    source: int
+
+
+class CommitRefit(Command):
+    """Refits from an in-place source. `only` names a partial update; `version` defaults to the served one plus one."""
+
+    epoch: int
+    source: int
+    version: int | None = None
+    policy: InflightPolicy | None = None
+    only: list[str] | None = None
+    attest: AttestMode | None = None
+    check_finite: bool | None = None
+    deadline_seconds: float | None = None
+
+
+class BeginRefit(Command):
+    """Announces a bucket refit: everything is validated and the gate closes before the first bucket is read."""
+
+    epoch: int
+    source: int
+    tensors: list[TensorShape]
+    version: int | None = None
+    policy: InflightPolicy | None = None
+    partial: bool = False
+    attest: AttestMode | None = None
+    check_finite: bool | None = None
+    deadline_seconds: float | None = None
+
+
+class RefitBegan(Fact):
+    refit: int
+    version: int
+
+
+class ApplyBucket(Command):
+    """Bucket number `bucket` of the source holds `pieces`; it may be overwritten once `BucketApplied` has come."""
+
+    epoch: int
+    refit: int
+    bucket: int
+    pieces: list[BucketPiece]
+
+
+class BucketApplied(Fact):
+    refit: int
+    bucket: int
+    size_bytes: int
+
+
+class FinishRefit(Command):
+    epoch: int
+    refit: int
+
+
+class AbortRefit(Command):
+    epoch: int
+    refit: int
+
+
+class RefitAborted(Fact):
+    """`state` says whether anything had been written: `ready` (nothing, or restored) or `torn`."""
+
+    refit: int
+    state: EngineState
+    version: int
+
+
+class RestoreWeights(Command):
+    """Puts back the last committed weights that the daemon kept (`keep_last = "host"`), without the trainer."""
+
+    epoch: int
+
+
+class WeightsRestored(Fact):
+    version: int
+    digest: str | None
+    total_milliseconds: float
+
+
+class RefitMilliseconds(Detail):
+    validate: float
+    gate: float
+    copy: float
+    attest: float
+    publish: float
+    total: float
+
+
+class RefitReport(Detail):
+    version: int
+    path: RefitPath
+    tensors: int
+    size_bytes: int
+    partial: bool
+    policy: InflightPolicy
+    unplanned: list[UnplannedTensor]
+    digest: str | None
+    milliseconds: RefitMilliseconds
+
+
+class RefitCommitted(Fact):
+    """All workers hold the new bytes and the version is published; trainer memory may be overwritten."""
+
+    report: RefitReport
+
+
+# --- generation -------------------------------------------------------------------------------------------------------
+
+
+class Sampling(Record):
+    """What vLLM samples with; None leaves the engine's default. `max_tokens` None means: up to the context's end.
+
+    `text` asks for decoded text beside the ids; stop strings need the engine's tokenizer. `logprobs` counts the top
+    alternatives beside the sampled token, whose own logprob always comes.
+    """
+
+    n: int = 1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    bad_words: list[str] = []
+    logit_bias: list[tuple[int, float]] = []
+    allowed_token_ids: list[int] | None = None
+    logprobs: int = 0
+    prompt_logprobs: int | None = None
+    structured: dict[str, Any] | None = None
+    skip_special_tokens: bool = True
+    text: bool = False
+
+
+class Generate(Command):
+    """Samples `sampling.n` continuations of each prompt.
+
+    Prompts are token ids: blob 0 holds them all, little-endian int32, `prompt_lengths[i]` for prompt i. Alternatively
+    `texts` holds the prompts as text, and no blob comes.
+    With `stream`, `TokensGenerated` messages come as the engine makes tokens; without, one `GenerationFinished` holds all.
+    """
+
+    prompt_lengths: list[int] = []
+    texts: list[str] | None = None
+    sampling: Sampling = Sampling()
+    stream: bool = True
+    priority: int = 0
+    lora: str | None = None
+    routed_experts: bool = False
+    min_version: int | None = None
+    max_version_lag: int | None = None
+    deadline_seconds: float | None = None
+
+
+class ResolvedSampling(Detail):
+    """What the engine really used: the clamp of `max_tokens` per prompt, the whole stop set, the meaning of logprobs."""
+
+    max_tokens: list[int]
+    clamped: list[bool]
+    stop_token_ids: list[int]
+    logprobs_mode: str
+
+
+class GenerationStarted(Fact):
+    resolved: ResolvedSampling
+    prompt_lengths: list[int]
+
+
+class VersionRun(msgspec.Struct, frozen=True, array_like=True):
+    """`count` consecutive tokens made by weights `version`."""
+
+    version: int
+    count: int
+
+
+class TokenDelta(Detail):
+    """`count` new tokens of one output, beginning at `position`; `request` is the id that the client gave.
+
+    The end of an output is its `finish_reason`. `top` columns of alternatives follow per token, `prompt_top` per prompt token.
+    `engine_seconds` holds the milestones queued, scheduled, first_token and last_token on the daemon's clock when the output ends.
+    """
+
+    request: int
+    prompt: int
+    output: int
+    position: int
+    count: int
+    versions: list[VersionRun]
+    text: str | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: ErrorCode | None = None
+    cached_tokens: int | None = None
+    top: int = 0
+    prompt_top: int | None = None
+    routed_experts: list[int] | None = None
+
+
+class TokensGenerated(Fact):
+    """New tokens of any of the client's streams, one message per engine step.
+
+    Blob 0: token ids, int32, all deltas after another. Blob 1: the sampled tokens' logprobs, float32, alike. Where any delta
+    has `top > 0`: blob 2 and 3 hold the alternatives' ids (int32) and logprobs (float32), `count x top` per delta. Where any
+    delta has `prompt_top`: blobs 4 and 5 hold per prompt token 1 + prompt_top ids and logprobs, the token itself first.
+    Where any delta has `routed_experts` (its shape), blob 6 holds them as int32.
+    Blobs that are not needed are empty. The header's id is 0: each delta names its own request.
+    """
+
+    deltas: list[TokenDelta]
+
+
+class GenerationFinished(Fact):
+    """The last reply of a `Generate`. For a unary request it carries all tokens, with the blobs of `TokensGenerated`."""
+
+    deltas: list[TokenDelta]
+    outputs: int
+    prompt_tokens: int
+    generated_tokens: int
+    resolved: ResolvedSampling
+    queued_milliseconds: float
+    first_token_milliseconds: float
+    total_milliseconds: float
+
+
+class CancelGeneration(Command):
+    """Cancels one request of this session, or with None all of them; their streams end with `cancelled`."""
+
+    request: int | None = None
+
+
+class GenerationCancelled(Fact):
+    requests: list[int]
+
+
+class StreamCursor(Record):
+    """All tokens before `position` of this output have arrived."""
+
+    prompt: int
+    output: int
+    position: int
+
+
+class ResumeGeneration(Command):
+    """After a reconnect: sends again what came after the cursors; outputs without a cursor start at 0."""
+
+    request: int
+    cursors: list[StreamCursor] = []
+
+
+class GenerationResumed(Fact):
+    request: int
+    finished: bool
+
+
+class AcknowledgeGeneration(Command):
+    """The client has everything of these requests; the daemon may forget them."""
+
+    requests: list[int]
+
+
+class GenerationForgotten(Fact):
+    requests: list[int]
+
+
+# --- the engine's life ------------------------------------------------------------------------------------------------
+
+
+class LoadModel(Command):
+    """Starts the load that `defer_load` put off; the reply comes when the model can be served."""
+
+
+class ModelLoaded(Fact):
+    model: ModelInfo
+    load_seconds: float
+
+
+class ResetPrefixCache(Command):
+    pass
+
+
+class PrefixCacheReset(Fact):
+    pass
+
+
+class Sleep(Command):
+    """Level 1 frees the KV cache and moves weights to host memory, level 2 drops the weights: then only a full refit helps."""
+
+    level: Literal[1, 2] = 1
+    policy: InflightPolicy = "finish"
+
+
+class WakeUp(Command):
+    """`tags` None wakes everything."""
+
+    tags: list[SleepTag] | None = None
+
+
+class SleepStateChanged(Fact):
+    level: int
+    asleep_tags: list[SleepTag]
+    servable: bool
+
+
+class Failed(Fact):
+    """The request could not be served: whose fault, what to do, and whether the same request may work later."""
+
+    code: ErrorCode
+    fault: Fault
+    message: str
+    retryable: bool
+    details: dict[str, Any] = {}
+
+    @classmethod
+    def from_error(cls, error: ProtocolError) -> Failed:
+        return cls(
+            code=error.code,
+            fault=error.fault,
+            message=error.message,
+            retryable=error.retryable,
+            details=dict(error.details),
+        )
+
+
+Request = (
+    Hello
+    | Heartbeat
+    | Goodbye
+    | AcquireWriter
+    | ReleaseWriter
+    | GetStatus
+    | GetManifest
+    | GetDigest
+    | GetLoggerMetrics
+    | OpenSource
+    | CloseSource
+    | CommitRefit
+    | BeginRefit
+    | ApplyBucket
+    | FinishRefit
+    | AbortRefit
+    | RestoreWeights
+    | Generate
+    | CancelGeneration
+    | ResumeGeneration
+    | AcknowledgeGeneration
+    | LoadModel
+    | ResetPrefixCache
+    | Sleep
+    | WakeUp
+)
+
+Reply = (
+    Welcome
+    | HeartbeatAcknowledged
+    | SessionClosed
+    | WriterAcquired
+    | WriterReleased
+    | Status
+    | Manifest
+    | WeightsDigest
+    | LoggerMetrics
+    | SourceOpened
+    | SourceClosed
+    | RefitCommitted
+    | RefitBegan
+    | BucketApplied
+    | RefitAborted
+    | WeightsRestored
+    | GenerationStarted
+    | TokensGenerated
+    | GenerationFinished
+    | GenerationCancelled
+    | GenerationResumed
+    | GenerationForgotten
+    | ModelLoaded
+    | PrefixCacheReset
+    | SleepStateChanged
+    | Failed
+)
+
+
+class RequestHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """`id` is chosen by the client, rises within a session, and is never 0."""
+
+    id: int
+    body: Request
+    session: str | None = None
+
+
+class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`id` names the request (0: see `TokensGenerated`); `last` ends its replies."""
+
+    id: int
+    body: Reply
+    last: bool = True
