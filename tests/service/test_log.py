@@ -1,0 +1,123 @@
+"""What a log line looks like, from a real process: logging is global, so each case gets an interpreter of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from refitd import log
+
+LINES = """
+import logging, structlog
+from refitd import log
+log.configure(level="info", json={json})
+with log.bound(session="s-1", request=7):
+    structlog.get_logger("refitd.refit").info("refit committed", version=3)
+logging.getLogger("uvicorn").warning("port %d is busy", 80)
+structlog.get_logger("refitd.engine").debug("not at this level")
+try:
+    secret_prompt = "a prompt"
+    1 / 0
+except ZeroDivisionError:
+    structlog.get_logger("refitd.engine").exception("bug")
+"""
+
+
+def lines_of(code: str, **environment: str) -> list[str]:
+    """What the code writes to stderr, run in a fresh interpreter whose stderr is a pipe."""
+    finished = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=True
+    )
+    assert finished.stdout == ""
+    return finished.stderr.splitlines()
+
+
+def test_json_lines_carry_bound_ids_and_libraries() -> None:
+    """One JSON object a line, ids bound by the task in it, `logging` users in the same shape, levels respected."""
+    refit, uvicorn, bug = (json.loads(line) for line in lines_of(LINES.format(json=True)))
+    assert refit["event"] == "refit committed"
+    assert (refit["session"], refit["request"], refit["version"]) == ("s-1", 7, 3)
+    assert (refit["level"], refit["logger"]) == ("info", "refitd.refit")
+    assert (uvicorn["event"], uvicorn["level"], uvicorn.get("session")) == ("port 80 is busy", "warning", None)
+    assert "ZeroDivisionError" in bug["exception"]
+    assert "a prompt" not in json.dumps({key: value for key, value in bug.items() if key != "exception"})
+
+
+def test_text_lines_are_readable() -> None:
+    """Without the journal a line has no colours in a pipe, and shows event, level and bound ids."""
+    text = "\n".join(lines_of(LINES.format(json=None)))
+    assert "refit committed" in text
+    assert "session=s-1" in text
+    assert "\x1b[" not in text
+    assert "ZeroDivisionError" in text
+
+
+def test_journal_lines_carry_their_priority(tmp_path: Path) -> None:
+    """Under systemd each line starts with the syslog priority that journald files it under."""
+    path = tmp_path / "journal"
+    with path.open("wb") as stream:
+        stat = os.fstat(stream.fileno())
+        environment = {**os.environ, "JOURNAL_STREAM": f"{stat.st_dev}:{stat.st_ino}"}
+        command = [sys.executable, "-c", LINES.format(json=None)]
+        subprocess.run(command, env=environment, stderr=stream, check=True)
+    priorities = {line[:3]: json.loads(line[3:])["level"] for line in path.read_text().splitlines()}
+    assert priorities == {"<6>": "info", "<4>": "warning", "<3>": "error"}
+
+
+def test_an_inherited_journal_variable_is_not_believed() -> None:
+    """A terminal inside a systemd session inherits JOURNAL_STREAM, which names another stream."""
+    assert not any(line.startswith("<") for line in lines_of(LINES.format(json=None), JOURNAL_STREAM="1:1"))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "journal", "style"),
+    [
+        (None, True, log.Style.JOURNAL),
+        (None, False, log.Style.TEXT),
+        (True, False, log.Style.JSON),
+        (False, True, log.Style.TEXT),
+    ],
+)
+def test_style_follows_the_setting_then_the_stream(wanted: bool | None, journal: bool, style: log.Style) -> None:
+    """The operator's choice wins; without one the stream decides."""
+    assert log.choose_style(wanted, journal) is style
+
+
+def test_vllm_processes_write_like_the_daemon() -> None:
+    """vLLM sets up logging itself, in each of its processes, from the file that `export` names."""
+    environment: dict[str, str] = {}
+    log.export(environment, vllm_level="WARNING", json=True)
+    code = (
+        "import json, logging.config, os\n"
+        "logging.config.dictConfig(json.load(open(os.environ['VLLM_LOGGING_CONFIG_PATH'])))\n"
+        "logging.getLogger('vllm.engine').warning('KV cache is %s', 'small')\n"
+        "logging.getLogger('vllm.engine').info('chatter')\n"
+    )
+    [line] = lines_of(code, **environment)
+    assert fields(line, "event", "logger", "level") == ["KV cache is small", "vllm.engine", "warning"]
+
+
+def test_an_operators_own_vllm_logging_wins() -> None:
+    """VLLM_LOGGING_CONFIG_PATH stays what the operator made it."""
+    environment = {"VLLM_LOGGING_CONFIG_PATH": "/etc/vllm-logging.json"}
+    log.export(environment)
+    assert environment["VLLM_LOGGING_CONFIG_PATH"] == "/etc/vllm-logging.json"
+
+
+def test_bound_ids_end_with_their_block() -> None:
+    """Ids of one request do not stick to the next."""
+    with log.bound(request=1):
+        assert structlog.contextvars.get_contextvars()["request"] == 1
+    assert "request" not in structlog.contextvars.get_contextvars()
+
+
+def fields(line: str, *names: str) -> list[Any]:
+    parsed = json.loads(line)
+    return [parsed[name] for name in names]
