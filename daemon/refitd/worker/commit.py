@@ -1,0 +1,84 @@
+"""Commits an in-place source: validate, check, copy, attest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from refitd.worker.attest import check_every_element, check_finite, check_same, different_tensors
+from refitd.worker.sources import CompiledSource, InplaceSource
+from refitd.worker.weights import EngineWeights, torch_dtype
+
+DIFFERS_FROM_LOADER = "vLLM's loader puts other bytes there than a plain copy"
+
+
+class Attest(StrEnum):
+    OFF = "off"
+    SAMPLED = "sampled"
+    FULL = "full"
+
+
+@dataclass
+class Clock:
+    """Milliseconds of each phase that ran."""
+
+    milliseconds: dict[str, float] = field(default_factory=dict)
+    _since: float = field(default_factory=time.perf_counter)
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.milliseconds[phase] = (now - self._since) * 1000
+        self._since = now
+
+
+def validate(weights: EngineWeights, source: InplaceSource, only: Collection[str] | None) -> CompiledSource:
+    """Whatever can be wrong before the first byte is written, except for the values of the weights."""
+    if only is not None:
+        weights.check_known(only)
+    compiled = source.compiled(weights, only)
+    for alias, name in weights.aliases.items():
+        if alias in compiled.names:
+            check_same(alias, source.view(alias), name, source.view(name))
+    return compiled
+
+
+def require_finite(weights: EngineWeights, source: InplaceSource, compiled: CompiledSource) -> None:
+    """Raises `not_finite`; reads every element."""
+    names = [name for name in compiled.names if name not in weights.plan.unused]
+    check_finite((name, source.view(name), torch_dtype(weights.expected[name].dtype)) for name in names)
+
+
+def write(weights: EngineWeights, source: InplaceSource, compiled: CompiledSource) -> CompiledSource:
+    """Returns what was done. The first time, vLLM's own loader writes the weights and the plan has to agree with it."""
+    if source.proven or not compiled.names >= source.tensors.keys():
+        compiled.program.run()
+        if compiled.loader_tensors:
+            weights.load((name, source.view(name)) for name in compiled.loader_tensors)
+    else:
+        _load_and_prove(weights, source, compiled)
+        compiled = source.compiled(weights, None)
+    weights.after_write()
+    return compiled
+
+
+def attest(compiled: CompiledSource, how: Attest) -> None:
+    """Raises `attest_failed` if the engine's memory does not hold what the source holds."""
+    if how is Attest.SAMPLED:
+        compiled.comparison.check()
+    elif how is Attest.FULL:
+        check_every_element(compiled.copies)
+
+
+def _load_and_prove(weights: EngineWeights, source: InplaceSource, compiled: CompiledSource) -> None:
+    plan = weights.plan
+    aliases = weights.aliases
+    weights.load(
+        (name, source.view(name)) for name in compiled.names if name not in aliases and name not in plan.unused
+    )
+    different = different_tensors(compiled.copies)
+    modules = {route.module: DIFFERS_FROM_LOADER for name in different for route in plan.routes[name]}
+    if modules:
+        weights.demote(modules)
+    source.proven = True

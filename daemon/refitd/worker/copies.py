@@ -1,0 +1,150 @@
+"""Compiled copies: made once for a layout, run at every commit, one pass over the bytes, several threads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from refitd.worker.boxes import Box, Transfer
+
+CHUNK_BYTES = 4 << 20
+MAX_THREADS = 8
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Elements of `source` to elements of `target`; both tensors are one-dimensional and contiguous, the boxes count their
+    elements, and a different dtype means a cast."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+    transfer: Transfer
+
+
+class CopyProgram:
+    """Holds views of both sides, so it must be dropped before a mapping it reads can be closed."""
+
+    def __init__(self, copies: Sequence[Copy]) -> None:
+        merged = _merge_neighbours(copies)
+        self.size_bytes = sum(copy.transfer.elements * copy.target.element_size() for copy in merged)
+        plain = [copy for copy in merged if copy.source.dtype == copy.target.dtype and copy.target.device.type == "cpu"]
+        self._lanes = _spread([chunk for copy in plain for chunk in _chunks(copy)])
+        # PyTorch spreads a cast over its own threads.
+        self._others = [
+            (view_of(copy.target, copy.transfer.target), view_of(copy.source, copy.transfer.source))
+            for copy in merged
+            if not (copy.source.dtype == copy.target.dtype and copy.target.device.type == "cpu")
+        ]
+
+    def run(self) -> None:
+        """Returns when every byte has arrived."""
+        here, *elsewhere = self._lanes
+        futures = [_threads().submit(_copy_all, lane) for lane in elsewhere if lane]
+        try:
+            _copy_all(here)
+            with torch.no_grad():
+                for target, source in self._others:
+                    target.copy_(source, non_blocking=True)
+        finally:
+            # Nobody may go on while a thread still writes, whatever happened on this one.
+            wait(futures)
+        for future in futures:
+            future.result()
+        if any(target.is_cuda for target, _ in self._others):
+            torch.cuda.synchronize()
+
+
+_Pair = tuple[NDArray[np.generic], NDArray[np.generic]]
+
+
+def available_cpus() -> int:
+    """CPUs of this process; the thread that asks may itself be bound to fewer."""
+    return len(os.sched_getaffinity(os.getpid()))
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=max(lane_count() - 1, 1), thread_name_prefix="refit-copy")
+
+
+def lane_count() -> int:
+    return min(available_cpus(), MAX_THREADS)
+
+
+def _copy_all(lane: list[_Pair]) -> None:
+    for target, source in lane:
+        np.copyto(target, source)
+
+
+def _spread(pairs: list[_Pair]) -> list[list[_Pair]]:
+    """Lanes of about the same number of bytes, each in ascending order."""
+    lanes: list[list[_Pair]] = [[] for _ in range(lane_count())]
+    total = sum(target.nbytes for target, _ in pairs)
+    done = 0
+    for pair in pairs:
+        lanes[min(done * len(lanes) // max(total, 1), len(lanes) - 1)].append(pair)
+        done += pair[0].nbytes
+    return lanes
+
+
+def _merge_neighbours(copies: Sequence[Copy]) -> list[Copy]:
+    """Joins runs that follow each other on both sides."""
+    ordered = sorted(
+        (copy for copy in copies if copy.transfer.elements),
+        key=lambda copy: (id(copy.target), copy.transfer.target.offset),
+    )
+    merged: list[Copy] = []
+    for copy in ordered:
+        if merged and _follows(copy, merged[-1]):
+            merged[-1] = _joined(merged[-1], copy)
+        else:
+            merged.append(copy)
+    return merged
+
+
+def _follows(copy: Copy, before: Copy) -> bool:
+    return (
+        copy.target is before.target
+        and copy.source is before.source
+        and copy.transfer.source.is_run
+        and before.transfer.source.is_run
+        and copy.transfer.target.is_run
+        and before.transfer.target.is_run
+        and copy.transfer.target.offset == before.transfer.target.offset + before.transfer.elements
+        and copy.transfer.source.offset == before.transfer.source.offset + before.transfer.elements
+    )
+
+
+def _joined(first: Copy, second: Copy) -> Copy:
+    sizes = (first.transfer.elements + second.transfer.elements,)
+    transfer = Transfer(Box(first.transfer.source.offset, sizes, (1,)), Box(first.transfer.target.offset, sizes, (1,)))
+    return Copy(first.source, first.target, transfer)
+
+
+def _chunks(copy: Copy) -> list[_Pair]:
+    """NumPy views of about CHUNK_BYTES: NumPy copies on the calling thread alone and lets others run meanwhile."""
+    target = _as_numpy(view_of(copy.target, copy.transfer.target))
+    source = _as_numpy(view_of(copy.source, copy.transfer.source))
+    if target.ndim == 0:
+        return [(target, source)]
+    rows = max(target.shape[0] * CHUNK_BYTES // max(target.nbytes, 1), 1)
+    return [(target[row : row + rows], source[row : row + rows]) for row in range(0, target.shape[0], rows)]
+
+
+def view_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The box of a one-dimensional tensor, as a strided view."""
+    return tensor.as_strided(box.sizes, box.strides, tensor.storage_offset() + box.offset)
+
+
+_SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _as_numpy(tensor: torch.Tensor) -> NDArray[np.generic]:
+    return tensor.view(_SAME_WIDTH[tensor.element_size()]).numpy()
