@@ -1,0 +1,318 @@
+"""Builds the daemon's parts, runs them on one event loop, and ends them in order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Coroutine, MutableMapping
+from enum import IntEnum
+from typing import Any
+
+import structlog
+
+from refit_protocol.endpoint import socket_path
+from refit_protocol.errors import ErrorCode
+from refit_protocol.messages import (
+    AbortRefit,
+    AcknowledgeGeneration,
+    AcquireWriter,
+    ApplyBucket,
+    BeginRefit,
+    CancelGeneration,
+    CloseSource,
+    CommitRefit,
+    FinishRefit,
+    Generate,
+    GetDigest,
+    GetLoggerMetrics,
+    GetManifest,
+    GetStatus,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    LoadModel,
+    OpenSource,
+    ReleaseWriter,
+    ResetPrefixCache,
+    RestoreWeights,
+    ResumeGeneration,
+)
+from refit_protocol.states import EngineEvent, EngineState
+from refitd import log as logging_setup
+from refitd import parent_death
+from refitd.commit import Commit
+from refitd.config import Config, ConfigError
+from refitd.endpoint import EndpointError, EndpointLock
+from refitd.engine import Engine, EngineInfo, StartupError, engine_environment
+from refitd.gate import Gate
+from refitd.generation import Generation
+from refitd.lifecycle import Lifecycle
+from refitd.notify import Notifier, extending
+from refitd.refit import Refit
+from refitd.sampler import LoggerMetricsSampler, read_vllm_figures
+from refitd.server import Server
+from refitd.sessions import Sessions
+
+LOAD_EXTENSION_SECONDS = 3600.0
+
+log = structlog.get_logger()
+
+
+class ExitCode(IntEnum):
+    """What the process ends with, for its supervisor."""
+
+    OK = 0
+    CONFIGURATION = 2
+    STARTUP = 3
+    ENGINE_DIED = 4
+
+
+def serve(config: Config, environment: MutableMapping[str, str]) -> ExitCode:
+    """Runs the daemon until it is told to stop, or its engine dies."""
+    import uvloop
+
+    logging_setup.configure(config.log.level, config.log.json_lines)
+    logging_setup.export(environment, config.log.vllm_level, config.log.json_lines)
+    for name, value in engine_environment(config).items():
+        environment.setdefault(name, value)
+    parent_death.export(environment)
+    path = socket_path(config.endpoint)
+    assert path is not None, "the configuration admits ipc endpoints only"
+    try:
+        lock = EndpointLock(path, config.server)
+    except EndpointError as error:
+        log.error(str(error))
+        return ExitCode.CONFIGURATION
+    try:
+        return uvloop.run(App(config, lock, Notifier(environment)).run())
+    finally:
+        lock.release()
+
+
+class App:
+    """All parts of one daemon. `run` is called once."""
+
+    def __init__(self, config: Config, lock: EndpointLock, notifier: Notifier) -> None:
+        epoch = time.time_ns() // 1_000_000
+        self._config = config
+        self._lock = lock
+        self._notifier = notifier
+        self._stop = asyncio.Event()
+        self._stop_now = asyncio.Event()
+        self._death: BaseException | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.gate = Gate(config.refit.gate_wait_seconds, config.refit.max_waiting_requests)
+        self.engine = Engine(config)
+        self.sessions = Sessions(config.server, epoch)
+        self.commit = Commit(config.refit, self.engine, self.gate)
+        self.refit = Refit(config, self.engine, self.gate, self.commit, epoch)
+        self.generation = Generation(config, self.engine, self.gate)
+        self.lifecycle = Lifecycle(self.engine, self.gate, self.commit, self.refit, self.sessions, epoch)
+        self.server = self._build_server()
+        self._connect()
+
+    async def run(self) -> ExitCode:
+        """The daemon's whole life; the exit code says why it ended."""
+        self._catch_signals()
+        self.server.bind(self._config.endpoint)
+        self._lock.admit_group()
+        self._spawn(self.sessions.expire(), "lease-expiry")
+        log.info("listening", endpoint=self._config.endpoint, pid=os.getpid())
+        try:
+            if not self._config.defer_load:
+                await self._load_or_stop()
+            await self._serve_until_stopped()
+        except ConfigError as error:
+            log.error(str(error))
+            return ExitCode.CONFIGURATION
+        except StartupError as error:
+            log.error(str(error))
+            return ExitCode.STARTUP
+        finally:
+            await self._end()
+        return ExitCode.OK if self._death is None else ExitCode.ENGINE_DIED
+
+    # --- parts --------------------------------------------------------------------------------------------------------
+
+    def _build_server(self) -> Server:
+        sessions, refit, generation, lifecycle = self.sessions, self.refit, self.generation, self.lifecycle
+        return Server(
+            self._config.server,
+            sessions,
+            instant={
+                Hello: sessions.hello,
+                Heartbeat: sessions.heartbeat,
+                Goodbye: sessions.goodbye,
+                GetStatus: lifecycle.status,
+                GetManifest: lifecycle.manifest,
+                GetLoggerMetrics: lifecycle.logger_metrics,
+                AcquireWriter: refit.acquire_writer,
+                CancelGeneration: generation.cancel,
+                ResumeGeneration: generation.resume,
+                AcknowledgeGeneration: generation.acknowledge,
+            },
+            lengthy={
+                Generate: generation.generate,
+                GetDigest: refit.digest,
+                ReleaseWriter: refit.release_writer,
+                OpenSource: refit.open_source,
+                CloseSource: refit.close_source,
+                CommitRefit: refit.commit,
+                BeginRefit: refit.begin,
+                ApplyBucket: refit.apply_bucket,
+                FinishRefit: refit.finish,
+                AbortRefit: refit.abort,
+                RestoreWeights: refit.restore,
+                LoadModel: lifecycle.load_model,
+                ResetPrefixCache: lifecycle.reset_prefix_cache,
+            },
+        )
+
+    def _connect(self) -> None:
+        self.generation.send = self.server.send
+        self.generation.can_send = self.server.can_send
+        self.server.on_writable = self.generation.flush_identity
+        self.commit.abort_requests = self.generation.abort_all
+        self.sessions.on_close = [self.generation.session_closed, self.refit.session_closed]
+        self.engine.on_death = self._engine_died
+        self.lifecycle.on_loaded = [self._model_loaded]
+        self.gate.on_change = lambda _state: self._say_status()
+
+    def _model_loaded(self, _info: EngineInfo) -> None:
+        metrics = self._config.metrics
+        sampler = LoggerMetricsSampler(metrics.sample_interval_seconds, read_vllm_figures, metrics.max_samples)
+        sampler.start()
+        self.lifecycle.sampler = sampler
+        self._spawn(self._watch_liveness(), "liveness")
+
+    # --- running ------------------------------------------------------------------------------------------------------
+
+    async def _load_or_stop(self) -> None:
+        load = self._spawn(self.lifecycle.load(), "start-up")
+        stop = self._spawn(self._stop.wait(), "stop-while-loading")
+        with extending(self._notifier, period_seconds=5.0, limit_seconds=LOAD_EXTENSION_SECONDS):
+            await asyncio.wait({load, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if load.done():
+            stop.cancel()
+            load.result()
+        else:
+            self._leave_while_loading()
+
+    def _leave_while_loading(self) -> None:
+        """vLLM's load cannot be interrupted; our end ends its children, who watch us."""
+        log.info("stopped while the model was loading")
+        self._notifier.stopping()
+        self._lock.release()
+        os._exit(ExitCode.OK)
+
+    async def _serve_until_stopped(self) -> None:
+        self._notifier.ready(self._status_text())
+        log.info("ready", state=self.gate.state.value)
+        await self._stop.wait()
+        if self._death is None:
+            await self._drain()
+
+    async def _watch_liveness(self) -> None:
+        """Feeds the watchdog only while an engine RPC comes back; a refit has a deadline of its own."""
+        settings = self._config.engine
+        while True:
+            if not await self._answers(settings.liveness_timeout_seconds):
+                self._engine_died(TimeoutError(f"no answer in {settings.liveness_timeout_seconds:g} s"))
+                return
+            self._notifier.watchdog()
+            self._say_status()
+            await asyncio.sleep(settings.liveness_interval_seconds)
+
+    async def _answers(self, timeout_seconds: float) -> bool:
+        """A refit that began while we asked keeps the workers busy: it is trusted until its own deadline."""
+        if self._refitting():
+            return True
+        try:
+            await self.engine.ping(timeout_seconds)
+        except TimeoutError:
+            return self._refitting()
+        return True
+
+    def _refitting(self) -> bool:
+        return self.gate.state is EngineState.REFITTING
+
+    def _engine_died(self, error: BaseException) -> None:
+        if self._death is not None or self._stop.is_set():
+            return
+        log.error("the engine died", reason=str(error) or type(error).__name__)
+        self._death = error
+        self.gate.step(EngineEvent.DIED)
+        self._spawn(self.generation.abort_all(ErrorCode.ENGINE_DEAD), "abort-after-death")
+        self._stop.set()
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
+
+    def _on_signal(self, name: str) -> None:
+        log.info("signal", name=name, again=self._stop.is_set())
+        if self._stop.is_set():
+            self._stop_now.set()
+        self._stop.set()
+
+    async def _drain(self) -> None:
+        """New work is refused, running work finishes or is aborted; a second signal ends the waiting."""
+        settings = self._config.shutdown
+        self._notifier.stopping("draining")
+        with extending(self._notifier, period_seconds=5.0, limit_seconds=settings.drain_seconds + 30.0):
+            drain = self._spawn(self._drain_work(), "drain")
+            now = self._spawn(self._stop_now.wait(), "stop-now")
+            await asyncio.wait({drain, now}, timeout=settings.drain_seconds, return_when=asyncio.FIRST_COMPLETED)
+            drain.cancel()
+            now.cancel()
+            await self.generation.abort_all(ErrorCode.DRAINING)
+
+    async def _drain_work(self) -> None:
+        await self.refit.settle()
+        self.gate.step(EngineEvent.DRAIN_STARTED)
+        if self._config.shutdown.policy == "finish":
+            await self.gate.until_idle(self._config.shutdown.drain_seconds)
+
+    async def _end(self) -> None:
+        """Last replies go out, then sessions, engine and socket go, in this order."""
+        self._notifier.stopping()
+        await self._finish_requests()
+        await self.sessions.close_all("the daemon ends")
+        if self.lifecycle.sampler is not None:
+            await self.lifecycle.sampler.stop()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.engine.stop()
+        self.server.close()
+        log.info("stopped")
+
+    async def _finish_requests(self) -> None:
+        """Requests that have been ended get a moment to say so."""
+        if self.server.tasks:
+            await asyncio.wait(set(self.server.tasks), timeout=1.0)
+        for task in list(self.server.tasks):
+            task.cancel()
+        await asyncio.gather(*self.server.tasks, return_exceptions=True)
+
+    def _spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # --- what the operator sees ---------------------------------------------------------------------------------------
+
+    def _say_status(self) -> None:
+        self._notifier.status(self._status_text())
+
+    def _status_text(self) -> str:
+        return (
+            f"{self._config.model}: {self.gate.state.value}, version {self.gate.version}, "
+            f"{self.gate.running} running, {len(self.sessions)} sessions"
+        )

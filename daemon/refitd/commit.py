@@ -1,0 +1,250 @@
+"""The window of a refit: gate shut, requests dealt with, engine frozen - and open again, or torn and said so."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import structlog
+
+from refit_protocol.errors import ErrorCode, ProtocolError
+from refit_protocol.messages import (
+    AttestMode,
+    InflightPolicy,
+    RefitMilliseconds,
+    RefitPath,
+    RefitReport,
+    UnplannedTensor,
+)
+from refit_protocol.states import NOT_SERVABLE, EngineEvent, EngineState
+from refitd.config import RefitConfig
+from refitd.engine import Engine, WorkerError
+from refitd.gate import Gate
+
+U64_MAX = (1 << 64) - 1
+
+log = structlog.get_logger()
+
+
+@dataclass
+class Ticket:
+    """One refit's terms, and the clock of its phases."""
+
+    version: int
+    policy: InflightPolicy
+    attest: AttestMode
+    check_finite: bool
+    deadline_seconds: float
+    partial: bool
+    started: float = field(default_factory=time.monotonic)
+    shut: float = 0.0
+
+    @property
+    def remaining_seconds(self) -> float:
+        return max(0.001, self.started + self.deadline_seconds - time.monotonic())
+
+
+class Commit:
+    """The only code that moves the engine between two versions."""
+
+    def __init__(self, config: RefitConfig, engine: Engine, gate: Gate) -> None:
+        self._config = config
+        self._engine = engine
+        self._gate = gate
+        self.digest: str | None = None
+        self.digest_mode: AttestMode = "sampled"
+        self.restorable_version: int | None = None
+        self.last_report: RefitReport | None = None
+        self.abort_requests: Callable[[ErrorCode | None], Awaitable[None]] = _nothing_to_abort
+        self.on_committed: Callable[[RefitReport], None] = lambda _report: None
+        self.on_failed: Callable[[ProtocolError], None] = lambda _error: None
+        self.on_restored: Callable[[], None] = lambda: None
+
+    async def begin_service(self) -> None:
+        """The loaded weights are version 0: digested and, where asked for, kept."""
+        self.digest = await self.read_digest("sampled")
+        await self._keep_last()
+
+    def ticket(
+        self,
+        *,
+        version: int | None,
+        policy: InflightPolicy,
+        attest: AttestMode,
+        check_finite: bool,
+        deadline_seconds: float,
+        partial: bool,
+    ) -> Ticket:
+        """Raises what makes a refit impossible from the start: the state, the version, a partial one on torn weights."""
+        state = self._gate.state
+        if state not in (EngineState.READY, EngineState.TORN):
+            raise ProtocolError(*NOT_SERVABLE[state], state=state.value)
+        if partial and state is EngineState.TORN:
+            raise ProtocolError(ErrorCode.TORN, "the weights are torn: only a full refit can replace all of them")
+        wanted = self._gate.version + 1 if version is None else version
+        if not self._gate.version < wanted <= U64_MAX:
+            raise ProtocolError(
+                ErrorCode.VERSION_NOT_INCREASING,
+                f"version {wanted} is not above {self._gate.version}, the one served",
+                version=self._gate.version,
+            )
+        return Ticket(wanted, policy, attest, check_finite, deadline_seconds, partial)
+
+    @asynccontextmanager
+    async def window(self, ticket: Ticket) -> AsyncIterator[None]:
+        """Shuts the gate and opens it again, unless the body raises after a write: then the weights are torn.
+
+        The body must `publish` or raise.
+        """
+        was_torn = self._gate.state is EngineState.TORN
+        self._gate.step(EngineEvent.REFIT_STARTED)
+        try:
+            frozen = await self._quiesce(ticket)
+        except BaseException as error:
+            self._refused(error, was_torn=was_torn)
+            raise
+        ticket.shut = time.monotonic()
+        try:
+            yield
+        except BaseException as error:
+            await self._failed(error, was_torn=was_torn)
+            raise
+        finally:
+            if frozen and self._gate.state is not EngineState.DEAD:
+                await self._engine.thaw()
+        self._gate.step(EngineEvent.REFIT_COMMITTED)
+        await self._keep_last()
+
+    async def publish(self, ticket: Ticket, answers: Sequence[dict[str, Any]]) -> RefitReport:
+        """All workers hold the new bytes: the version becomes the one served."""
+        copied = time.monotonic()
+        self.digest = combine_digests([answer["digest"] for answer in answers])
+        self.digest_mode = ticket.attest
+        self.restorable_version = None
+        await self._gate.publish(ticket.version)
+        report = _report(ticket, answers, self.digest, copied)
+        self.last_report = report
+        self._gate.last_error = None
+        self.on_committed(report)
+        return report
+
+    def failure(self, message: str, *, wrote: bool) -> WorkerError:
+        return WorkerError(ErrorCode.REFIT_FAILED, message, wrote=wrote)
+
+    async def restore(self) -> None:
+        """Torn weights are replaced by the last committed ones; raises `nothing_to_restore`."""
+        if self._config.keep_last == "none":
+            raise ProtocolError(
+                ErrorCode.NOTHING_TO_RESTORE,
+                'no weights were kept: set refit.keep_last = "host", or commit a full refit',
+            )
+        answers = await self._engine.call_workers("refitd_restore", timeout_seconds=self._config.deadline_seconds)
+        self.digest = combine_digests([answer["digest"] for answer in answers])
+        self.digest_mode = "sampled"
+        self._gate.step(EngineEvent.RESTORED)
+        self.on_restored()
+        log.info("weights restored", version=self._gate.version, digest=self.digest)
+
+    async def read_digest(self, mode: Literal["sampled", "full"]) -> str:
+        answers = await self._engine.call_workers("refitd_digest", mode, timeout_seconds=self._config.deadline_seconds)
+        digest = combine_digests([answer["digest"] for answer in answers])
+        assert digest is not None
+        return digest
+
+    async def _quiesce(self, ticket: Ticket) -> bool:
+        """Deals with requests in flight; returns whether the engine was frozen (an idle one needs not)."""
+        if ticket.policy == "finish":
+            await self._gate.until_idle(ticket.remaining_seconds)
+        elif ticket.policy == "abort":
+            await self.abort_requests(None)
+        if self._gate.running:
+            await self._engine.freeze(clear_cache=ticket.policy == "recompute")
+            return True
+        return False
+
+    def _refused(self, error: BaseException, *, was_torn: bool) -> None:
+        """Nothing was written."""
+        if self._gate.state is EngineState.DEAD:
+            return
+        self._gate.step(EngineEvent.REFIT_TORN if was_torn else EngineEvent.REFIT_REFUSED)
+        self._report_failure(error)
+
+    async def _failed(self, error: BaseException, *, was_torn: bool) -> None:
+        if self._gate.state is EngineState.DEAD:
+            return
+        # An error that is not the workers' own says nothing about what they wrote.
+        wrote = error.wrote if isinstance(error, WorkerError) else True
+        if not wrote:
+            self._refused(error, was_torn=was_torn)
+            return
+        self._gate.step(EngineEvent.REFIT_TORN)
+        self.digest = None
+        self._report_failure(error)
+        await self._recover()
+
+    async def _recover(self) -> None:
+        """Restores what was kept; without, running requests end with an error: they must not go on with torn weights."""
+        if self._config.keep_last == "host":
+            try:
+                await self.restore()
+                return
+            except ProtocolError as error:
+                log.error("restore failed", reason=error.message)
+        await self.abort_requests(ErrorCode.TORN)
+
+    def _report_failure(self, error: BaseException) -> None:
+        if isinstance(error, ProtocolError):
+            self._gate.failed(error)
+            self.on_failed(error)
+            error.details.setdefault("state", self._gate.state.value)
+        log.warning("refit failed", state=self._gate.state.value, reason=str(error))
+
+    async def _keep_last(self) -> None:
+        """Asks the workers to copy what is served to host memory, in the background."""
+        if self._config.keep_last == "none":
+            return
+        await self._engine.call_workers("refitd_keep_last", "host", timeout_seconds=self._config.deadline_seconds)
+        self.restorable_version = self._gate.version
+
+
+def combine_digests(digests: Sequence[str | None]) -> str | None:
+    """Sum modulo 2^64 of the workers' parts: every element is counted by exactly one worker."""
+    parts = [int(digest, 16) for digest in digests if digest is not None]
+    return f"{sum(parts) & U64_MAX:016x}" if parts else None
+
+
+def _report(ticket: Ticket, answers: Sequence[dict[str, Any]], digest: str | None, copied: float) -> RefitReport:
+    now = time.monotonic()
+    slowest = {
+        phase: max(float(answer["milliseconds"][phase]) for answer in answers)
+        for phase in ("validate", "copy", "attest")
+    }
+    return RefitReport(
+        version=ticket.version,
+        path=_path([answer["path"] for answer in answers]),
+        tensors=max(int(answer["tensors"]) for answer in answers),
+        size_bytes=sum(int(answer["bytes"]) for answer in answers),
+        partial=ticket.partial,
+        policy=ticket.policy,
+        unplanned=[UnplannedTensor(**tensor) for tensor in answers[0]["loader_tensors"]],
+        digest=digest,
+        milliseconds=RefitMilliseconds(
+            validate=slowest["validate"],
+            gate=(ticket.shut - ticket.started) * 1e3,
+            copy=slowest["copy"],
+            attest=slowest["attest"],
+            publish=(now - copied) * 1e3,
+            total=(now - ticket.started) * 1e3,
+        ),
+    )
+
+
+def _path(paths: Sequence[RefitPath]) -> RefitPath:
+    return paths[0] if len(set(paths)) == 1 else "mixed"
+
+
+async def _nothing_to_abort(_error: ErrorCode | None) -> None:
+    return None

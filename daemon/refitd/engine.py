@@ -1,0 +1,301 @@
+"""The only client of vLLM: starts it, hands requests in and steps out, reaches its workers, knows whether it is alive.
+
+Everything here runs on the event loop's thread except the load itself, which blocks and so has a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+import structlog
+
+from refit_protocol.errors import ErrorCode, ProtocolError
+from refit_protocol.messages import ManifestTensor, ModelInfo, Sampling
+from refitd.config import Config, ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from refitd.compat import StampedLLM
+
+WORKER_EXTENSION = "refitd.worker.extension.RefitWorkerExtension"
+
+log = structlog.get_logger()
+
+
+class StartupError(Exception):
+    """The engine could not be started; the message is for the operator."""
+
+
+class StepLogprobs(Protocol):
+    """Row i belongs to new token i; column 0 is the sampled token, the others the top alternatives by rank."""
+
+    logprob_token_ids: np.ndarray
+    logprobs: np.ndarray
+
+
+class StepOutput(Protocol):
+    """What one engine step made for one request."""
+
+    request_id: str
+    new_token_ids: list[int]
+    new_logprobs: StepLogprobs | None
+    new_prompt_logprobs_tensors: Any
+    finish_reason: Any
+    stop_reason: int | str | None
+    prefill_stats: Any
+    routed_experts: np.ndarray | None
+    num_nans_in_logits: int
+
+
+class WorkerError(ProtocolError):
+    """What workers answered; `wrote` says that some engine memory may have changed."""
+
+    def __init__(self, code: ErrorCode, message: str, *, wrote: bool, **details: object) -> None:
+        super().__init__(code, message, **details)
+        self.wrote = wrote
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What the loaded engine says of itself, in a form the wire can carry."""
+
+    model: ModelInfo
+    manifest: list[ManifestTensor]
+    devices: list[str]
+    vllm_version: str
+    logprobs_mode: str
+    load_seconds: float
+
+
+def engine_environment(config: Config) -> dict[str, str]:
+    """Variables that vLLM reads and has no argument for; set once, by `app`, before vLLM is imported."""
+    single = config.engine.tensor_parallel_size == config.engine.pipeline_parallel_size == 1
+    return {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if single else "1",
+        "VLLM_CPU_KVCACHE_SPACE": str(config.engine.cpu_kv_cache_gib),
+        "VLLM_LOGGING_LEVEL": config.log.vllm_level,
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+class Engine:
+    """Owns the AsyncLLM from `load` to `stop`."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._llm: StampedLLM | None = None
+        self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-load")
+        self.info: EngineInfo | None = None
+        self.on_step: Callable[[Sequence[StepOutput]], None] = lambda _outputs: None
+        self.on_death: Callable[[BaseException], None] = lambda _error: None
+
+    @property
+    def llm(self) -> StampedLLM:
+        if self._llm is None:
+            raise ProtocolError(ErrorCode.LOADING, "the model is not loaded yet")
+        return self._llm
+
+    async def load(self) -> EngineInfo:
+        """Raises `StartupError`. Takes from seconds to minutes; the loop stays free."""
+        started = time.monotonic()
+        loop = asyncio.get_running_loop()
+        try:
+            self._llm = await loop.run_in_executor(self._loader, _start, self._config)
+        except ConfigError:
+            raise
+        # vLLM raises whatever its configuration, loaders and child processes raise; the operator needs the reason.
+        except Exception as error:
+            raise StartupError(f"the engine did not start: {error}") from error
+        await self._llm.attach(lambda outputs: self.on_step(outputs), lambda error: self.on_death(error))
+        self.info = await self._describe(time.monotonic() - started)
+        return self.info
+
+    async def _describe(self, load_seconds: float) -> EngineInfo:
+        workers = await self.call_workers("refitd_describe", timeout_seconds=120.0)
+        from refitd import compat
+
+        model_config = self.llm.model_config
+        return EngineInfo(
+            model=compat.model_info(self.llm, self._config.engine.served_model_name or self._config.model),
+            manifest=msgspec.convert(workers[0]["manifest"], list[ManifestTensor]),
+            devices=[worker["device_uuid"] or worker["device"] for worker in workers],
+            vllm_version=compat.VLLM_VERSION,
+            logprobs_mode=str(model_config.logprobs_mode),
+            load_seconds=load_seconds,
+        )
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    async def call_workers(
+        self, method: str, *args: Any, timeout_seconds: float, writes: bool = False
+    ) -> list[dict[str, Any]]:
+        """One answer per worker, rank order. Raises `WorkerError` if any refuses, `engine_dead` after the timeout.
+
+        vLLM's own RPC timeout is not used: after it expires every later call gets the answer of the one before.
+        """
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                answers: list[dict[str, Any]] = await self.llm.collective_rpc(method, args=args)
+        except TimeoutError:
+            error = ProtocolError(
+                ErrorCode.ENGINE_DEAD, f"{method} did not come back within {timeout_seconds:g} s: the engine hangs"
+            )
+            self.on_death(error)
+            raise error from None
+        _raise_worker_error(answers, writes)
+        return answers
+
+    async def ping(self, timeout_seconds: float) -> None:
+        """An RPC that must come back: `check_health` does not see a dead input thread. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_seconds):
+            await self.llm.is_sleeping()
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    async def submit(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        sampling: Sampling,
+        *,
+        max_tokens: int,
+        seed: int | None,
+        stop_token_ids: list[int],
+        version: int,
+        priority: int,
+        lora: str | None,
+    ) -> Any:
+        """Adds one sequence; its steps come to `on_step`. Raises `invalid_sampling` with vLLM's reason.
+
+        The prefix cache is salted with the version, so KV made by other weights is never found, reset or not.
+        Returns a detokenizer for text and stop strings, or None.
+        """
+        from refitd import compat
+
+        try:
+            params = compat.vllm_sampling_params(
+                sampling, max_tokens=max_tokens, seed=seed, stop_token_ids=stop_token_ids
+            )
+            request = await self.llm.submit(
+                request_id, token_ids, params, cache_salt=f"refitd-{version}", priority=priority, lora=self._lora(lora)
+            )
+        except (ValueError, TypeError) as error:
+            raise ProtocolError(ErrorCode.INVALID_SAMPLING, str(error)) from None
+        return compat.detokenizer(self.llm, request) if params.detokenize else None
+
+    async def warm_up(self) -> None:
+        """One token through the whole engine: what it compiles on first use must not cost the first client seconds."""
+        from refitd import compat
+
+        params = compat.vllm_sampling_params(Sampling(), max_tokens=1, seed=None, stop_token_ids=[])
+        async for _ in self.llm.generate({"prompt_token_ids": [0]}, params, "refitd-warm-up"):
+            pass
+
+    async def withdraw(self, request_ids: list[str]) -> None:
+        if request_ids:
+            await self.llm.withdraw(request_ids)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Raises `unsupported` where the engine runs without a tokenizer."""
+        tokenizer = self.llm.tokenizer
+        if tokenizer is None:
+            raise ProtocolError(ErrorCode.UNSUPPORTED, "the engine has no tokenizer: send token ids")
+        return list(tokenizer.encode(text))
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self.llm.tokenizer is not None
+
+    def _lora(self, name: str | None) -> Any:
+        if name is None:
+            return None
+        raise ProtocolError(ErrorCode.INVALID_SAMPLING, f"LoRA adapter {name!r} is not loaded")
+
+    # --- between two versions -----------------------------------------------------------------------------------------
+
+    async def freeze(self, *, clear_cache: bool) -> None:
+        """Stops between two steps, running requests kept; every token made so far has been handed to `on_step`."""
+        await self.llm.freeze(clear_cache=clear_cache)
+
+    async def thaw(self) -> None:
+        await self.llm.thaw()
+
+    async def reset_prefix_cache(self, *, preempt_running: bool) -> None:
+        """Raises `cache_not_reset` when vLLM answers that it did not."""
+        if not await self.llm.reset_prefix_cache(reset_running_requests=preempt_running):
+            raise ProtocolError(
+                ErrorCode.CACHE_NOT_RESET,
+                "running requests hold blocks of the prefix cache: wait for them or cancel them",
+            )
+
+    async def sleep(self, level: int) -> None:
+        await self.llm.sleep(level=level)
+
+    async def wake_up(self, tags: Sequence[str] | None) -> None:
+        await self.llm.wake_up(tags=None if tags is None else list(tags))
+
+    def stop(self) -> None:
+        """Ends the engine's processes at once; in-flight requests must have been ended before."""
+        if self._llm is not None:
+            self._llm.shutdown(timeout=0)
+            self._llm = None
+        self._loader.shutdown(wait=False)
+
+
+def _start(config: Config) -> StampedLLM:
+    from refitd import compat
+
+    arguments = _engine_arguments(config)
+    unknown = sorted(set(arguments) - compat.engine_argument_names())
+    if unknown:
+        raise ConfigError(f"engine.extra: vLLM {compat.VLLM_VERSION} has no engine argument {', '.join(unknown)}")
+    llm = compat.StampedLLM.from_engine_args(compat.AsyncEngineArgs(**arguments))
+    assert isinstance(llm, compat.StampedLLM)
+    return llm
+
+
+def _engine_arguments(config: Config) -> dict[str, Any]:
+    engine = config.engine
+    optional = {
+        "max_model_len": engine.max_model_len,
+        "max_num_seqs": engine.max_num_seqs,
+        "gpu_memory_utilization": engine.gpu_memory_utilization,
+        "served_model_name": engine.served_model_name,
+    }
+    return {
+        "model": config.model,
+        "dtype": engine.dtype,
+        "load_format": engine.load_format,
+        "skip_tokenizer_init": not engine.tokenizer,
+        "seed": engine.seed,
+        "tensor_parallel_size": engine.tensor_parallel_size,
+        "pipeline_parallel_size": engine.pipeline_parallel_size,
+        "enforce_eager": engine.enforce_eager,
+        "enable_prefix_caching": engine.enable_prefix_caching,
+        "enable_sleep_mode": engine.enable_sleep_mode,
+        "logprobs_mode": engine.logprobs_mode,
+        "max_logprobs": engine.max_logprobs,
+        "worker_extension_cls": WORKER_EXTENSION,
+        "enable_log_requests": False,
+        **{name: value for name, value in optional.items() if value is not None},
+        **engine.extra,
+    }
+
+
+def _raise_worker_error(answers: Sequence[Mapping[str, Any]], writes: bool) -> None:
+    failures = [answer for answer in answers if "error" in answer]
+    if not failures:
+        return
+    # A worker that succeeded in a writing call has written, even where another refused before its first byte.
+    wrote = any(answer.get("wrote", False) for answer in failures) or (writes and len(failures) < len(answers))
+    error = failures[0]["error"]
+    details = {str(key): value for key, value in error.get("details", {}).items()}
+    raise WorkerError(ErrorCode(error["code"]), error["message"], wrote=wrote, **details)

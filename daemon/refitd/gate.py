@@ -1,0 +1,122 @@
+"""The gate between requests and the engine: its state, the version it serves, and who may pass.
+
+Generation and refit meet only here. No vLLM, no sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from refit_protocol.errors import ErrorCode, ProtocolError
+from refit_protocol.messages import LastError
+from refit_protocol.states import ENGINE_TRANSITIONS, NOT_SERVABLE, EngineEvent, EngineState, step
+
+
+class Gate:
+    """Lives as long as the daemon. All methods belong to the event loop's thread."""
+
+    def __init__(self, wait_seconds: float, max_waiting: int) -> None:
+        self.state = EngineState.UNLOADED
+        self.version = 0
+        self.last_error: LastError | None = None
+        self.running = 0
+        self.waiting = 0
+        self._wait_seconds = wait_seconds
+        self._max_waiting = max_waiting
+        self._changed = asyncio.Event()
+        self.on_publish: list[Callable[[int], Awaitable[None]]] = []
+        self.on_change: Callable[[EngineState], None] = lambda _state: None
+
+    @property
+    def open(self) -> bool:
+        return self.state is EngineState.READY
+
+    def step(self, event: EngineEvent) -> None:
+        """Raises `not_allowed_now` where the table does not allow `event`."""
+        self.state = step(ENGINE_TRANSITIONS, self.state, event)
+        self.on_change(self.state)
+        self._wake()
+
+    async def publish(self, version: int) -> None:
+        """Makes `version` the one served. The engine must be frozen: `on_publish` may move requests over to it."""
+        assert self.state is not EngineState.READY
+        self.version = version
+        for hook in self.on_publish:
+            await hook(version)
+
+    def failed(self, error: ProtocolError) -> None:
+        """Remembers the last error for `Status`."""
+        self.last_error = LastError(code=error.code, message=error.message, unix_seconds=time.time())
+
+    def refusal(self) -> ProtocolError | None:
+        """Why a request that needs weights cannot be served in this state, None where it can, if need be after waiting."""
+        reason = NOT_SERVABLE.get(self.state)
+        return None if reason is None else ProtocolError(*reason, state=self.state.value)
+
+    async def admit(self, min_version: int | None = None, wait_seconds: float | None = None) -> int:
+        """Waits, bounded, while a refit is under way or `min_version` is not served yet; returns the version served.
+
+        The caller must hand its request to the engine before it awaits anything else.
+        Raises the state's typed error, `too_many_requests`, `version_unavailable` or `deadline_exceeded`.
+        """
+        if self._passes(min_version):
+            return self.version
+        if self.waiting >= self._max_waiting:
+            raise ProtocolError(ErrorCode.TOO_MANY_REQUESTS, f"{self.waiting} requests wait at the gate already")
+        limit = self._wait_seconds if wait_seconds is None else min(wait_seconds, self._wait_seconds)
+        self.waiting += 1
+        try:
+            async with asyncio.timeout(limit):
+                while not self._passes(min_version):
+                    await self._change()
+        except TimeoutError:
+            raise self._waited_too_long(min_version, limit) from None
+        finally:
+            self.waiting -= 1
+        return self.version
+
+    def enter(self) -> None:
+        self.running += 1
+
+    def leave(self) -> None:
+        assert self.running > 0
+        self.running -= 1
+        if self.running == 0:
+            self._wake()
+
+    async def until_idle(self, deadline_seconds: float) -> None:
+        """Waits until no request runs; raises `deadline_exceeded`."""
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                while self.running:
+                    await self._change()
+        except TimeoutError:
+            raise ProtocolError(
+                ErrorCode.DEADLINE_EXCEEDED,
+                f"{self.running} requests still run after {deadline_seconds:g} s: cancel them or choose another policy",
+                running=self.running,
+            ) from None
+
+    def _passes(self, min_version: int | None) -> bool:
+        refusal = self.refusal()
+        if refusal is not None:
+            raise refusal
+        return self.open and (min_version is None or self.version >= min_version)
+
+    def _waited_too_long(self, min_version: int | None, limit: float) -> ProtocolError:
+        if min_version is not None and self.version < min_version:
+            return ProtocolError(
+                ErrorCode.VERSION_UNAVAILABLE,
+                f"version {min_version} was not served within {limit:g} s, the engine holds {self.version}",
+                version=self.version,
+            )
+        return ProtocolError(ErrorCode.DEADLINE_EXCEEDED, f"the gate stayed shut for {limit:g} s during a refit")
+
+    async def _change(self) -> None:
+        await self._changed.wait()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

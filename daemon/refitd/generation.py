@@ -1,0 +1,304 @@
+"""Generation: prompts in, deltas out, every token stamped with the version of the weights that made it.
+
+A step of the engine is handed over for all requests at once; each client gets one message for it. What a client has not
+taken yet simply stays here and goes out with the next message, so a slow reader's deltas merge by themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import structlog
+
+from refit_protocol.errors import ErrorCode, ProtocolError
+from refit_protocol.messages import (
+    AcknowledgeGeneration,
+    CancelGeneration,
+    Generate,
+    GenerationCancelled,
+    GenerationFinished,
+    GenerationForgotten,
+    GenerationResumed,
+    ResumeGeneration,
+    TokensGenerated,
+)
+from refitd.config import Config
+from refitd.deltas import deltas_message
+from refitd.engine import Engine, StepOutput
+from refitd.gate import Gate
+from refitd.output import Job, Output
+from refitd.prompts import read_prompts, resolve
+from refitd.sessions import Answer, Call, Session
+
+log = structlog.get_logger()
+
+Send = Callable[[bytes, int, Answer], None]
+
+
+class Generation:
+    """All running and all unacknowledged requests. Belongs to the event loop's thread."""
+
+    def __init__(self, config: Config, engine: Engine, gate: Gate) -> None:
+        self._config = config
+        self._engine = engine
+        self._gate = gate
+        self._keys = itertools.count(1)
+        self._outputs: dict[str, Output] = {}
+        self._jobs: dict[Session, dict[int, Job]] = {}
+        self._dirty: dict[Session, dict[Output, None]] = {}
+        self._withdrawals: set[asyncio.Task[None]] = set()
+        self.send: Send = lambda _identity, _request, _answer: None
+        self.can_send: Callable[[bytes], bool] = lambda _identity: True
+        self.on_tokens: Callable[[int], None] = lambda _count: None
+        self.on_finished: Callable[[Job], None] = lambda _job: None
+        engine.on_step = self.take_step
+        gate.on_publish.append(self._readmit_unstarted)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    async def generate(self, call: Call) -> AsyncIterator[Answer]:
+        """Streams tokens to the session's connection; the last reply is `GenerationFinished`."""
+        assert isinstance(call.body, Generate)
+        job = self._accept(call, call.body)
+        try:
+            if call.body.stream:
+                yield Answer(job.started(), last=False)
+            await self._submit_all(job)
+            await self._until_done(job)
+        except BaseException:
+            await self._discard(job)
+            raise
+        finally:
+            job.ended()
+            self.on_finished(job)
+        yield self._finished(job)
+
+    def cancel(self, call: Call) -> Answer:
+        assert isinstance(call.body, CancelGeneration)
+        jobs = self._jobs_of(call.owner)
+        wanted = list(jobs) if call.body.request is None else [call.body.request]
+        running = [request for request in wanted if request in jobs and not jobs[request].done.is_set()]
+        for request in running:
+            self._cancel_job(jobs[request], None)
+        self._flush(call.owner)
+        return Answer(GenerationCancelled(requests=running))
+
+    def resume(self, call: Call) -> Answer:
+        """Sends again, to the session's present connection, what lies behind the cursors."""
+        assert isinstance(call.body, ResumeGeneration)
+        job = self._jobs_of(call.owner).get(call.body.request)
+        if job is None:
+            raise ProtocolError(
+                ErrorCode.UNKNOWN_REQUEST, f"request {call.body.request} is not kept: it never was, or was acknowledged"
+            )
+        cursors = {(cursor.prompt, cursor.output): cursor.position for cursor in call.body.cursors}
+        for output in job.outputs:
+            output.rewind(cursors.get((output.prompt, output.index), 0))
+            self._mark(call.owner, output)
+        self._flush(call.owner)
+        finished = job.done.is_set()
+        if finished:
+            self.send(call.identity, job.request, self._finished(job))
+        return Answer(GenerationResumed(request=job.request, finished=finished))
+
+    def acknowledge(self, call: Call) -> Answer:
+        assert isinstance(call.body, AcknowledgeGeneration)
+        jobs = self._jobs_of(call.owner)
+        known = [request for request in call.body.requests if request in jobs and jobs[request].done.is_set()]
+        for request in known:
+            del jobs[request]
+        return Answer(GenerationForgotten(requests=known))
+
+    # --- the engine's side --------------------------------------------------------------------------------------------
+
+    def take_step(self, steps: Sequence[StepOutput]) -> None:
+        """One engine step: stamps, stores and sends. Called synchronously, so that no version change can slip between."""
+        version = self._gate.version
+        withdrawn: list[str] = []
+        tokens = 0
+        touched: set[Session] = set()
+        for step in steps:
+            output = self._outputs.get(step.request_id)
+            if output is None:
+                continue
+            tokens += output.take(step, version)
+            if output.finish_reason is not None:
+                self._retire(output, withdrawn if step.finish_reason is None else None)
+            if output.job.stream:
+                self._mark(output.job.session, output)
+                touched.add(output.job.session)
+        for session in touched:
+            self._flush(session)
+        self.on_tokens(tokens)
+        if withdrawn:
+            self._withdraw_later(withdrawn)
+
+    def flush_identity(self, identity: bytes) -> None:
+        """The connection can take messages again."""
+        for session in list(self._dirty):
+            if session.identity == identity:
+                self._flush(session)
+
+    async def abort_all(self, error: ErrorCode | None) -> None:
+        """Ends every running request as cancelled; its tokens so far are delivered."""
+        jobs = [job for jobs in self._jobs.values() for job in jobs.values() if not job.done.is_set()]
+        keys = [output.key for job in jobs for output in job.outputs if output.finish_reason is None]
+        for job in jobs:
+            self._cancel_job(job, error, withdraw=False)
+        for session in list(self._dirty):
+            self._flush(session)
+        await self._engine.withdraw(keys)
+
+    async def session_closed(self, session: Session, _why: str) -> None:
+        """Nobody waits for these any more: they leave the engine."""
+        jobs = self._jobs.pop(session, {})
+        self._dirty.pop(session, None)
+        for job in jobs.values():
+            await self._discard(job)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _accept(self, call: Call, body: Generate) -> Job:
+        """Everything that can be refused without the engine is refused here."""
+        refusal = self._gate.refusal()
+        if refusal is not None:
+            raise refusal
+        info = self._engine.info
+        assert info is not None
+        jobs = self._jobs_of(call.owner)
+        kept_bytes = sum(job.size_bytes for job in jobs.values())
+        if kept_bytes > self._config.server.max_buffered_bytes:
+            raise ProtocolError(
+                ErrorCode.TOO_MANY_REQUESTS, f"{kept_bytes} bytes of results wait for AcknowledgeGeneration"
+            )
+        prompts = read_prompts(body, call.blobs, info.model, self._config.server, self._engine.tokenize)
+        resolved = resolve(body, prompts, info.model, info.logprobs_mode, has_tokenizer=self._engine.has_tokenizer)
+        self._check_capacity(len(prompts) * body.sampling.n)
+        self._check_lag(body)
+        job = jobs[call.id] = Job(call.owner, call.id, body, prompts, resolved)
+        return job
+
+    def _check_capacity(self, more: int) -> None:
+        limit = self._config.generation.max_running_requests
+        if len(self._outputs) + more > limit:
+            raise ProtocolError(
+                ErrorCode.TOO_MANY_REQUESTS,
+                f"{len(self._outputs)} sequences run, {more} more would pass the limit {limit}",
+            )
+
+    def _check_lag(self, body: Generate) -> None:
+        """`max_version_lag` is judged against `min_version`: the version the trainer holds."""
+        if body.max_version_lag is not None and body.min_version is None:
+            raise ProtocolError(ErrorCode.INVALID_SAMPLING, "max_version_lag needs min_version, the trainer's version")
+
+    async def _submit_all(self, job: Job) -> None:
+        wanted = job.body.min_version
+        if wanted is not None and job.body.max_version_lag is not None:
+            wanted = max(0, wanted - job.body.max_version_lag)
+        for output in job.outputs:
+            if job.done.is_set():
+                return
+            version = await self._gate.admit(wanted, job.remaining_seconds(self._deadline(job)))
+            await self._submit(output, version)
+
+    async def _submit(self, output: Output, version: int) -> None:
+        job = output.job
+        output.key = f"refitd-{next(self._keys)}"
+        self._outputs[output.key] = output
+        self._gate.enter()
+        try:
+            output.detokenizer = await self._engine.submit(
+                output.key,
+                job.prompts.ids[output.prompt],
+                job.body.sampling,
+                max_tokens=job.resolved.max_tokens[output.prompt],
+                seed=output.seed,
+                stop_token_ids=job.resolved.stop_token_ids,
+                version=version,
+                priority=job.body.priority,
+                lora=job.body.lora,
+            )
+        except BaseException:
+            self._forget(output)
+            raise
+
+    async def _readmit_unstarted(self, version: int) -> None:
+        """Called between freeze and thaw: what has no token yet starts afresh, under the new version's cache salt."""
+        unstarted = [output for output in self._outputs.values() if not output.token_ids]
+        await self._engine.withdraw([output.key for output in unstarted])
+        for output in unstarted:
+            self._forget(output)
+            await self._submit(output, version)
+
+    async def _until_done(self, job: Job) -> None:
+        try:
+            async with asyncio.timeout(job.remaining_seconds(self._deadline(job))):
+                await job.done.wait()
+        except TimeoutError:
+            self._cancel_job(job, ErrorCode.DEADLINE_EXCEEDED)
+            self._flush(job.session)
+
+    def _deadline(self, job: Job) -> float | None:
+        return job.body.deadline_seconds or self._config.generation.deadline_seconds
+
+    def _finished(self, job: Job) -> Answer:
+        if job.stream:
+            self._flush(job.session)
+            return Answer(job.finished([]))
+        deltas, blobs = deltas_message(job.outputs)
+        self._jobs_of(job.session).pop(job.request, None)
+        return Answer(job.finished(deltas), blobs=blobs)
+
+    def _flush(self, session: Session) -> None:
+        """One message with all that is new for this client, unless its connection is full: then it merges."""
+        dirty = self._dirty.get(session)
+        if not dirty or not self.can_send(session.identity):
+            return
+        del self._dirty[session]
+        deltas, blobs = deltas_message(dirty)
+        if deltas:
+            self.send(session.identity, 0, Answer(TokensGenerated(deltas=deltas), blobs=blobs, last=False))
+
+    def _mark(self, session: Session, output: Output) -> None:
+        if not session.closed:
+            self._dirty.setdefault(session, {})[output] = None
+
+    def _jobs_of(self, session: Session) -> dict[int, Job]:
+        return self._jobs.setdefault(session, {})
+
+    def _cancel_job(self, job: Job, error: ErrorCode | None, *, withdraw: bool = True) -> None:
+        running = [output for output in job.outputs if output.finish_reason is None]
+        for output in running:
+            output.finish("cancelled", error=error)
+            self._retire(output, None)
+            if job.stream:
+                self._mark(job.session, output)
+        if withdraw:
+            self._withdraw_later([output.key for output in running if output.key])
+
+    def _retire(self, output: Output, withdrawn: list[str] | None) -> None:
+        """The output is complete; `withdrawn` collects keys the engine does not know to be finished."""
+        if withdrawn is not None:
+            withdrawn.append(output.key)
+        self._forget(output)
+        output.job.output_finished()
+
+    def _forget(self, output: Output) -> None:
+        if self._outputs.pop(output.key, None) is not None:
+            self._gate.leave()
+
+    def _withdraw_later(self, keys: list[str]) -> None:
+        task = asyncio.create_task(self._engine.withdraw(keys), name="withdraw")
+        self._withdrawals.add(task)
+        task.add_done_callback(self._withdrawals.discard)
+
+    async def _discard(self, job: Job) -> None:
+        running = [output for output in job.outputs if output.finish_reason is None]
+        for output in running:
+            output.finish("cancelled", error=ErrorCode.CANCELLED)
+            self._forget(output)
+        job.done.set()
+        self._jobs_of(job.session).pop(job.request, None)
+        await self._engine.withdraw([output.key for output in running if output.key])

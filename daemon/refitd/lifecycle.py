@@ -1,0 +1,134 @@
+"""The engine's life as requests see it: load, sleep, wake, cache, status."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+
+import structlog
+
+from refit_protocol.errors import ErrorCode, ProtocolError
+from refit_protocol.messages import (
+    GetLoggerMetrics,
+    GetManifest,
+    GetStatus,
+    LoadModel,
+    LoggerMetrics,
+    Manifest,
+    ModelLoaded,
+    PrefixCacheReset,
+    ResetPrefixCache,
+    Status,
+)
+from refit_protocol.states import EngineEvent
+from refitd import __version__
+from refitd.commit import Commit
+from refitd.engine import Engine, EngineInfo
+from refitd.gate import Gate
+from refitd.refit import Refit
+from refitd.sampler import LoggerMetricsSampler
+from refitd.sessions import Answer, Call, Sessions
+
+log = structlog.get_logger()
+
+
+class Lifecycle:
+    """Answers what the engine is doing and changes it. Belongs to the event loop's thread."""
+
+    def __init__(
+        self, engine: Engine, gate: Gate, commit: Commit, refit: Refit, sessions: Sessions, epoch: int
+    ) -> None:
+        self._engine = engine
+        self._gate = gate
+        self._commit = commit
+        self._refit = refit
+        self._sessions = sessions
+        self._epoch = epoch
+        self._started = time.monotonic()
+        self._load: asyncio.Task[EngineInfo] | None = None
+        self.sampler: LoggerMetricsSampler | None = None
+        self.http_url: str | None = None
+        self.on_loaded: list[Callable[[EngineInfo], None]] = []
+
+    # --- load ---------------------------------------------------------------------------------------------------------
+
+    async def load(self) -> EngineInfo:
+        """Loads once, however often it is asked for; raises `StartupError`."""
+        if self._load is None:
+            self._gate.step(EngineEvent.LOAD_STARTED)
+            self._load = asyncio.create_task(self._load_model(), name="load")
+        return await asyncio.shield(self._load)
+
+    async def load_model(self, call: Call) -> AsyncIterator[Answer]:
+        assert isinstance(call.body, LoadModel)
+        info = await self.load()
+        yield Answer(ModelLoaded(model=info.model, load_seconds=info.load_seconds))
+
+    async def _load_model(self) -> EngineInfo:
+        info = await self._engine.load()
+        await self._engine.warm_up()
+        self._sessions.model = info.model
+        await self._commit.begin_service()
+        for hook in self.on_loaded:
+            hook(info)
+        self._gate.step(EngineEvent.LOADED)
+        log.info("model loaded", model=info.model.name, load_seconds=round(info.load_seconds, 1), devices=info.devices)
+        return info
+
+    # --- looking ------------------------------------------------------------------------------------------------------
+
+    def status(self, call: Call) -> Answer:
+        assert isinstance(call.body, GetStatus)
+        return Answer(self.read_status())
+
+    def read_status(self) -> Status:
+        gate, info, writer = self._gate, self._engine.info, self._refit.writer.session
+        return Status(
+            daemon_version=__version__,
+            pid=os.getpid(),
+            epoch=self._epoch,
+            state=gate.state,
+            model=None if info is None else info.model,
+            version=gate.version,
+            digest=self._commit.digest,
+            digest_mode=self._commit.digest_mode,
+            sleep_level=0,
+            asleep_tags=[],
+            progress=1.0 if info is not None else 0.0,
+            sessions=len(self._sessions),
+            writer=None if writer is None else writer.client,
+            running_requests=gate.running,
+            waiting_requests=gate.waiting,
+            restorable_version=self._commit.restorable_version,
+            last_refit=self._commit.last_report,
+            last_error=gate.last_error,
+            uptime_seconds=time.monotonic() - self._started,
+            logprobs_mode="" if info is None else info.logprobs_mode,
+            http_url=self.http_url,
+            vllm_version=None if info is None else info.vllm_version,
+            devices=[] if info is None else info.devices,
+        )
+
+    def manifest(self, call: Call) -> Answer:
+        assert isinstance(call.body, GetManifest)
+        if self._engine.info is None:
+            raise ProtocolError(ErrorCode.LOADING, "the model is not loaded yet: its manifest is not known")
+        return Answer(Manifest(tensors=self._engine.info.manifest))
+
+    def logger_metrics(self, call: Call) -> Answer:
+        assert isinstance(call.body, GetLoggerMetrics)
+        if self.sampler is None:
+            raise ProtocolError(ErrorCode.LOADING, "the model is not loaded yet: there are no engine figures")
+        samples = self.sampler.get()
+        if call.body.clear:
+            self.sampler.clear()
+        return Answer(LoggerMetrics(interval_seconds=self.sampler.interval_seconds, samples=samples))
+
+    async def reset_prefix_cache(self, call: Call) -> AsyncIterator[Answer]:
+        """A reset that vLLM does not make is an error, not a success."""
+        assert isinstance(call.body, ResetPrefixCache)
+        await self._gate.admit()
+        await self._engine.reset_prefix_cache(preempt_running=False)
+        yield Answer(PrefixCacheReset())

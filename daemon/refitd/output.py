@@ -1,0 +1,263 @@
+"""One request and its sampled sequences: what the engine made, and how much of it the client has."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from array import array
+from typing import TYPE_CHECKING, Any
+
+from refit_protocol.errors import ErrorCode
+from refit_protocol.messages import (
+    FinishReason,
+    Generate,
+    GenerationFinished,
+    GenerationStarted,
+    ResolvedSampling,
+    TokenDelta,
+    VersionRun,
+)
+from refitd.prompts import Prompts
+from refitd.sessions import Session
+
+if TYPE_CHECKING:
+    from refitd.engine import StepOutput
+
+# vLLM's reasons by ours; `str()` of its enum is the name.
+FINISH_REASONS: dict[str, FinishReason] = {
+    "stop": "stop",
+    "length": "length",
+    "abort": "cancelled",
+    "error": "error",
+    "repetition": "stop",
+}
+TOKEN_BYTES = 8
+
+
+class Output:
+    """One sampled sequence, from submission until its request is acknowledged.
+
+    Arrays are by token; `top_ids` and `top_logprobs` hold `top` alternatives per token. `sent` is the client's cursor.
+    """
+
+    def __init__(self, job: Job, prompt: int, index: int, seed: int | None) -> None:
+        self.job = job
+        self.prompt = prompt
+        self.index = index
+        self.seed = seed
+        self.key = ""
+        self.detokenizer: Any = None
+        self.token_ids = array("i")
+        self.logprobs = array("f")
+        self.top = job.body.sampling.logprobs
+        self.top_ids = array("i")
+        self.top_logprobs = array("f")
+        self.versions: list[list[int]] = []
+        self.text = ""
+        self.text_sent = 0
+        self.sent = 0
+        self.told_end = False
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.error: ErrorCode | None = None
+        self.cached_tokens: int | None = None
+        self.prompt_top_ids: bytes = b""
+        self.prompt_top_logprobs: bytes = b""
+        self.routed_experts: Any = None
+
+    def take(self, step: StepOutput, version: int) -> int:
+        """Stores a step's tokens; returns how many. The output may be finished by it."""
+        if self.cached_tokens is None and step.prefill_stats is not None:
+            self.cached_tokens = int(step.prefill_stats.num_cached_tokens)
+        if step.new_prompt_logprobs_tensors is not None:
+            self._take_prompt_logprobs(step.new_prompt_logprobs_tensors)
+        count = len(step.new_token_ids)
+        if count:
+            self._take_tokens(step, count, version)
+        if step.routed_experts is not None:
+            self.routed_experts = step.routed_experts
+        if self.finish_reason is None and step.finish_reason is not None:
+            self.finish(FINISH_REASONS[str(step.finish_reason)], stop_reason=step.stop_reason)
+        return count
+
+    def _take_tokens(self, step: StepOutput, count: int, version: int) -> None:
+        if not self.token_ids:
+            self.job.first_token()
+        self.token_ids.extend(step.new_token_ids)
+        if self.versions and self.versions[-1][0] == version:
+            self.versions[-1][1] += count
+        else:
+            self.versions.append([version, count])
+        self._take_logprobs(step, count)
+        if self.detokenizer is not None:
+            self._take_text(step)
+
+    def _take_logprobs(self, step: StepOutput, count: int) -> None:
+        rows = step.new_logprobs
+        if rows is None:
+            return
+        values = rows.logprobs[:count, 0].tolist()
+        self.logprobs.extend(values)
+        if self.top:
+            self.top_ids.frombytes(rows.logprob_token_ids[:count, 1 : 1 + self.top].astype("int32").tobytes())
+            self.top_logprobs.frombytes(rows.logprobs[:count, 1 : 1 + self.top].astype("float32").tobytes())
+        if any(math.isnan(value) for value in values):
+            self.finish("error", error=ErrorCode.NOT_A_NUMBER)
+
+    def _take_prompt_logprobs(self, tensors: Any) -> None:
+        """vLLM gives rows for prompt tokens 1..n-1, the token itself in column 0; token 0 gets a row without logprobs."""
+        if not self.prompt_top_ids:
+            self._take_first_prompt_row(tensors.logprobs.shape[1])
+        self.prompt_top_ids += tensors.logprob_token_ids.numpy().astype("int32").tobytes()
+        self.prompt_top_logprobs += tensors.logprobs.numpy().astype("float32").tobytes()
+
+    def _take_first_prompt_row(self, columns: int) -> None:
+        first = self.job.prompts.ids[self.prompt][0]
+        self.prompt_top_ids = array("i", [first] * columns).tobytes()
+        self.prompt_top_logprobs = array("f", [math.nan] * columns).tobytes()
+
+    def _take_text(self, step: StepOutput) -> None:
+        stop_terminated = step.finish_reason is not None and str(step.finish_reason) == "stop"
+        stop_string = self.detokenizer.update(step.new_token_ids, stop_terminated)
+        self.text += self.detokenizer.get_next_output_text(
+            stop_string is not None or step.finish_reason is not None, delta=True
+        )
+        if stop_string is not None:
+            self._cut(self.detokenizer.num_output_tokens())
+            self.finish("stop", stop_reason=stop_string)
+
+    def _cut(self, tokens: int) -> None:
+        """Drops tokens behind the one that completed a stop string; they came in the same step, so none was sent."""
+        surplus = len(self.token_ids) - tokens
+        if surplus > 0:
+            del self.token_ids[tokens:], self.logprobs[tokens:]
+            del self.top_ids[tokens * self.top :], self.top_logprobs[tokens * self.top :]
+            self.versions[-1][1] -= surplus
+
+    def finish(
+        self, reason: FinishReason, *, stop_reason: int | str | None = None, error: ErrorCode | None = None
+    ) -> None:
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+        self.error = error
+
+    def rewind(self, position: int) -> None:
+        """The client has only the first `position` tokens."""
+        self.sent = max(0, min(position, len(self.token_ids)))
+        self.text_sent = 0 if self.sent == 0 else self.text_sent
+        self.told_end = False
+
+    @property
+    def has_news(self) -> bool:
+        return self.sent < len(self.token_ids) or (self.finish_reason is not None and not self.told_end)
+
+    def delta(self) -> TokenDelta:
+        """All that the client does not have yet; moves the cursor."""
+        first, count = self.sent, len(self.token_ids) - self.sent
+        ended = self.finish_reason is not None
+        prompt_top = self.job.body.sampling.prompt_logprobs if first == 0 else None
+        text = self.text[self.text_sent :] if self.job.body.sampling.text else None
+        self.sent, self.text_sent, self.told_end = len(self.token_ids), len(self.text), ended
+        return TokenDelta(
+            request=self.job.request,
+            prompt=self.prompt,
+            output=self.index,
+            position=first,
+            count=count,
+            versions=version_runs(self.versions, first),
+            text=text,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            error=self.error,
+            cached_tokens=self.cached_tokens if first == 0 else None,
+            top=self.top,
+            prompt_top=prompt_top,
+            prompt_rows=0 if prompt_top is None else len(self.prompt_top_ids) // (4 * (1 + prompt_top)),
+            routed_experts=None if self.routed_experts is None or not ended else list(self.routed_experts.shape),
+        )
+
+
+class Job:
+    """One `Generate`: its outputs, until the client has acknowledged them."""
+
+    def __init__(
+        self, session: Session, request: int, body: Generate, prompts: Prompts, resolved: ResolvedSampling
+    ) -> None:
+        self.session = session
+        self.request = request
+        self.body = body
+        self.stream = body.stream
+        self.prompts = prompts
+        self.resolved = resolved
+        self.done = asyncio.Event()
+        self._received = time.monotonic()
+        self._first_token: float | None = None
+        self._ended: float | None = None
+        n = body.sampling.n
+        self.outputs = [
+            Output(self, prompt, index, _seed(body.sampling.seed, index))
+            for prompt in range(len(prompts.ids))
+            for index in range(n)
+        ]
+        self._unfinished = len(self.outputs)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(TOKEN_BYTES * len(output.token_ids) * (1 + output.top) for output in self.outputs)
+
+    @property
+    def queued_seconds(self) -> float:
+        return self.total_seconds if self._first_token is None else self._first_token - self._received
+
+    @property
+    def total_seconds(self) -> float:
+        return (time.monotonic() if self._ended is None else self._ended) - self._received
+
+    def remaining_seconds(self, deadline_seconds: float | None) -> float | None:
+        if deadline_seconds is None:
+            return None
+        return max(0.0, self._received + deadline_seconds - time.monotonic())
+
+    def first_token(self) -> None:
+        if self._first_token is None:
+            self._first_token = time.monotonic()
+
+    def output_finished(self) -> None:
+        self._unfinished -= 1
+        if self._unfinished == 0:
+            self.ended()
+            self.done.set()
+
+    def ended(self) -> None:
+        if self._ended is None:
+            self._ended = time.monotonic()
+
+    def started(self) -> GenerationStarted:
+        return GenerationStarted(resolved=self.resolved, prompt_lengths=self.prompts.lengths)
+
+    def finished(self, deltas: list[TokenDelta]) -> GenerationFinished:
+        return GenerationFinished(
+            deltas=deltas,
+            outputs=len(self.outputs),
+            prompt_tokens=sum(self.prompts.lengths),
+            generated_tokens=sum(len(output.token_ids) for output in self.outputs),
+            resolved=self.resolved,
+            first_token_milliseconds=self.queued_seconds * 1e3,
+            total_milliseconds=self.total_seconds * 1e3,
+        )
+
+
+def version_runs(versions: list[list[int]], first: int) -> list[VersionRun]:
+    """The runs of an output's tokens from position `first` on."""
+    runs = []
+    for version, count in versions:
+        skipped = min(first, count)
+        first -= skipped
+        if count > skipped:
+            runs.append(VersionRun(version, count - skipped))
+    return runs
+
+
+def _seed(seed: int | None, index: int) -> int | None:
+    return None if seed is None else seed + index

@@ -1,0 +1,393 @@
+"""Refits: sources opened, weights committed or nothing, restored where that failed half-way.
+
+Two phases. Everything that can be refused is refused before the first byte is written: then nothing has changed and
+generation goes on. After the first byte the gate stays shut until a complete set of weights is there again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any
+
+import msgspec
+import structlog
+
+from refit_protocol.errors import ErrorCode, ProtocolError
+from refit_protocol.messages import (
+    AbortRefit,
+    AcquireWriter,
+    ApplyBucket,
+    AttestMode,
+    BeginRefit,
+    BucketApplied,
+    CloseSource,
+    CommitRefit,
+    FinishRefit,
+    GetDigest,
+    OpenSource,
+    RefitAborted,
+    RefitBegan,
+    RefitCommitted,
+    RefitReport,
+    ReleaseWriter,
+    RestoreWeights,
+    SourceClosed,
+    SourceOpened,
+    UnplannedTensor,
+    WeightsDigest,
+    WeightsRestored,
+    WriterAcquired,
+    WriterReleased,
+)
+from refit_protocol.states import EngineState
+from refit_protocol.tensors import check_pieces, check_segments, check_source_tensors
+from refitd.commit import Commit, Ticket
+from refitd.config import Config
+from refitd.engine import Engine
+from refitd.gate import Gate
+from refitd.sessions import Answer, Call, Session
+from refitd.source import BucketRefit, Source
+from refitd.writer import Writer
+
+log = structlog.get_logger()
+
+
+class Refit:
+    """All sources and the one refit under way. Belongs to the event loop's thread."""
+
+    def __init__(self, config: Config, engine: Engine, gate: Gate, commit: Commit, epoch: int) -> None:
+        self._config = config
+        self._engine = engine
+        self._gate = gate
+        self._commit = commit
+        self.writer = Writer(epoch)
+        self._ids = itertools.count(1)
+        self._sources: dict[int, Source] = {}
+        self._bucket_refit: BucketRefit | None = None
+        self._running: set[asyncio.Task[Any]] = set()
+
+    @property
+    def sources(self) -> int:
+        return len(self._sources)
+
+    # --- the writer ---------------------------------------------------------------------------------------------------
+
+    def acquire_writer(self, call: Call) -> Answer:
+        assert isinstance(call.body, AcquireWriter)
+        previous = self.writer.session
+        epoch = self.writer.acquire(call.owner, takeover=call.body.takeover)
+        if previous is not None and previous is not call.owner:
+            self._run(self._let_go(previous, "another session took over"))
+        return Answer(WriterAcquired(epoch=epoch))
+
+    async def release_writer(self, call: Call) -> AsyncIterator[Answer]:
+        assert isinstance(call.body, ReleaseWriter)
+        await self._let_go(call.owner, "writer released")
+        yield Answer(WriterReleased())
+
+    async def session_closed(self, session: Session, why: str) -> None:
+        """Aborts what the session had begun, unmaps its memory."""
+        await self._let_go(session, why)
+
+    async def settle(self) -> None:
+        """Ends a bucket refit that is under way and waits for what writes; afterwards no refit is open."""
+        if self._bucket_refit is not None:
+            await self._abort(self._bucket_refit, "the daemon is shutting down")
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    # --- sources ------------------------------------------------------------------------------------------------------
+
+    async def open_source(self, call: Call) -> AsyncIterator[Answer]:
+        assert isinstance(call.body, OpenSource)
+        body = call.body
+        self.writer.check(call.owner, body.epoch)
+        self._refuse_while_refitting()
+        check_segments(body.segments)
+        _check_peer(call.owner, body)
+        if body.kind == "inplace":
+            check_source_tensors(body.tensors, body.segments)
+        elif body.tensors:
+            raise ProtocolError(ErrorCode.INVALID_DESCRIPTOR, "a bucket source has no tensors: BeginRefit names them")
+        opened = await self._finish_even_if_cancelled(self._open(call.owner, body))
+        yield Answer(opened)
+
+    async def close_source(self, call: Call) -> AsyncIterator[Answer]:
+        assert isinstance(call.body, CloseSource)
+        self.writer.check(call.owner, call.body.epoch)
+        source = self._source(call.body.source)
+        self._refuse_while_refitting()
+        await self._close(source)
+        yield Answer(SourceClosed(source=source.id))
+
+    # --- in place -----------------------------------------------------------------------------------------------------
+
+    async def commit(self, call: Call) -> AsyncIterator[Answer]:
+        """One pass over the bytes, straight from the trainer's parameters."""
+        assert isinstance(call.body, CommitRefit)
+        body = call.body
+        self.writer.check(call.owner, body.epoch)
+        source = self._source(body.source)
+        if source.kind != "inplace":
+            raise ProtocolError(ErrorCode.UNKNOWN_SOURCE, f"source {source.id} is a bucket source: send BeginRefit")
+        ticket = self._ticket(body, partial=body.only is not None)
+        report = await self._finish_even_if_cancelled(self._commit_in_place(source, body, ticket))
+        yield Answer(RefitCommitted(report=report))
+
+    async def _commit_in_place(self, source: Source, body: CommitRefit, ticket: Ticket) -> RefitReport:
+        async with self._commit.window(ticket):
+            answers = await self._engine.call_workers(
+                "refitd_commit",
+                source.id,
+                body.only,
+                ticket.attest,
+                ticket.check_finite,
+                timeout_seconds=ticket.remaining_seconds,
+                writes=True,
+            )
+            return await self._commit.publish(ticket, answers)
+
+    # --- buckets ------------------------------------------------------------------------------------------------------
+
+    async def begin(self, call: Call) -> AsyncIterator[Answer]:
+        """Validates all that was announced, then shuts the gate: nothing is written yet."""
+        assert isinstance(call.body, BeginRefit)
+        body = call.body
+        self.writer.check(call.owner, body.epoch)
+        source = self._source(body.source)
+        if source.kind != "bucket":
+            raise ProtocolError(ErrorCode.UNKNOWN_SOURCE, f"source {source.id} is an in-place source: send CommitRefit")
+        ticket = self._ticket(body, partial=body.partial)
+        refit = await self._finish_even_if_cancelled(self._begin(call.owner, source, body, ticket))
+        yield Answer(RefitBegan(refit=refit.id, version=ticket.version))
+
+    async def _begin(self, session: Session, source: Source, body: BeginRefit, ticket: Ticket) -> BucketRefit:
+        refit = BucketRefit.announce(next(self._ids), session, source, body.tensors, ticket)
+        window = self._commit.window(ticket)
+        await window.__aenter__()
+        refit.window = window
+        self._bucket_refit = refit
+        try:
+            await self._engine.call_workers(
+                "refitd_begin",
+                source.id,
+                [msgspec.to_builtins(tensor) for tensor in body.tensors],
+                [tensor.name for tensor in body.tensors] if body.partial else None,
+                self._config.refit.plan,
+                timeout_seconds=ticket.remaining_seconds,
+            )
+        except BaseException as error:
+            await self._end_bucket_refit(refit, error)
+            raise
+        refit.watch(self._run(self._abort_at_deadline(refit)))
+        return refit
+
+    async def apply_bucket(self, call: Call) -> AsyncIterator[Answer]:
+        assert isinstance(call.body, ApplyBucket)
+        body = call.body
+        refit = self._refit_under_way(call.owner, body.epoch, body.refit)
+        pieces = self._config.server.max_bucket_pieces
+        if len(body.pieces) > pieces:
+            raise ProtocolError(ErrorCode.LIMIT_EXCEEDED, f"{len(body.pieces)} pieces, at most {pieces}", limit=pieces)
+        check_pieces(body.pieces, refit.announced, refit.source.bucket_bytes(body.bucket))
+        size_bytes = await self._finish_even_if_cancelled(self._apply(refit, body))
+        yield Answer(BucketApplied(refit=refit.id, bucket=body.bucket, size_bytes=size_bytes))
+
+    async def _apply(self, refit: BucketRefit, body: ApplyBucket) -> int:
+        async with refit.order:
+            self._check_current(refit)
+            try:
+                answers = await self._engine.call_workers(
+                    "refitd_apply_bucket",
+                    body.bucket,
+                    [msgspec.to_builtins(piece) for piece in body.pieces],
+                    timeout_seconds=refit.ticket.remaining_seconds,
+                    writes=True,
+                )
+            except ProtocolError as error:
+                await self._end_bucket_refit(refit, error)
+                raise
+        return sum(int(answer["bytes"]) for answer in answers)
+
+    async def finish(self, call: Call) -> AsyncIterator[Answer]:
+        assert isinstance(call.body, FinishRefit)
+        refit = self._refit_under_way(call.owner, call.body.epoch, call.body.refit)
+        report = await self._finish_even_if_cancelled(self._finish(refit))
+        yield Answer(RefitCommitted(report=report))
+
+    async def _finish(self, refit: BucketRefit) -> RefitReport:
+        async with refit.order:
+            self._check_current(refit)
+            try:
+                answers = await self._engine.call_workers(
+                    "refitd_finish",
+                    refit.ticket.attest,
+                    refit.ticket.check_finite,
+                    timeout_seconds=refit.ticket.remaining_seconds,
+                    writes=True,
+                )
+                report = await self._commit.publish(refit.ticket, answers)
+            except ProtocolError as error:
+                await self._end_bucket_refit(refit, error)
+                raise
+            await self._end_bucket_refit(refit, None)
+            return report
+
+    async def abort(self, call: Call) -> AsyncIterator[Answer]:
+        assert isinstance(call.body, AbortRefit)
+        refit = self._refit_under_way(call.owner, call.body.epoch, call.body.refit)
+        await self._finish_even_if_cancelled(self._abort(refit, "the trainer aborted"))
+        yield Answer(RefitAborted(refit=refit.id, state=self._gate.state, version=self._gate.version))
+
+    async def _abort(self, refit: BucketRefit, why: str) -> None:
+        async with refit.order:
+            if self._bucket_refit is not refit:
+                return
+            try:
+                answers = await self._engine.call_workers(
+                    "refitd_abort", timeout_seconds=refit.ticket.remaining_seconds
+                )
+                wrote = any(answer["wrote"] for answer in answers)
+                error: ProtocolError = self._commit.failure(f"refit {refit.id} was aborted: {why}", wrote=wrote)
+            except ProtocolError as unreachable:
+                error = unreachable
+            await self._end_bucket_refit(refit, error)
+
+    async def _abort_at_deadline(self, refit: BucketRefit) -> None:
+        await asyncio.sleep(max(0.0, refit.ticket.remaining_seconds))
+        await self._abort(refit, f"not finished within {refit.ticket.deadline_seconds:g} s")
+
+    async def _end_bucket_refit(self, refit: BucketRefit, error: BaseException | None) -> None:
+        """Leaves the window exactly once, with the error that ended it."""
+        if self._bucket_refit is not refit:
+            return
+        self._bucket_refit = None
+        refit.unwatch()
+        assert refit.window is not None
+        swallowed = await refit.window.__aexit__(type(error) if error else None, error, None)
+        assert not swallowed
+
+    # --- restore and look ---------------------------------------------------------------------------------------------
+
+    async def restore(self, call: Call) -> AsyncIterator[Answer]:
+        assert isinstance(call.body, RestoreWeights)
+        self.writer.check(call.owner, call.body.epoch)
+        if self._gate.state is not EngineState.TORN:
+            raise ProtocolError(
+                ErrorCode.NOT_ALLOWED_NOW,
+                f"nothing to restore while {self._gate.state.value}",
+                state=self._gate.state.value,
+            )
+        started = time.monotonic()
+        await self._finish_even_if_cancelled(self._commit.restore())
+        milliseconds = (time.monotonic() - started) * 1e3
+        yield Answer(
+            WeightsRestored(version=self._gate.version, digest=self._commit.digest, total_milliseconds=milliseconds)
+        )
+
+    async def digest(self, call: Call) -> AsyncIterator[Answer]:
+        """Reads what is served; waits like a request while a refit is under way."""
+        assert isinstance(call.body, GetDigest)
+        version = await self._gate.admit()
+        digest = await self._commit.read_digest(call.body.mode)
+        yield Answer(WeightsDigest(version=version, mode=call.body.mode, digest=digest))
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    async def _open(self, session: Session, body: OpenSource) -> SourceOpened:
+        source = Source(next(self._ids), session, body.kind, tuple(body.segments))
+        answers = await self._engine.call_workers(
+            "refitd_open_source",
+            source.id,
+            body.kind,
+            [msgspec.to_builtins(segment, builtin_types=(bytes,)) for segment in body.segments],
+            [msgspec.to_builtins(tensor) for tensor in body.tensors],
+            body.plan or self._config.refit.plan,
+            timeout_seconds=self._config.refit.deadline_seconds,
+        )
+        self._sources[source.id] = source
+        if session.closed:
+            await self._close(source)
+        first = answers[0]
+        return SourceOpened(
+            source=source.id,
+            path=first["path"],
+            tensors=len(body.tensors),
+            size_bytes=int(first["bytes"]),
+            unplanned=[UnplannedTensor(**tensor) for tensor in first["loader_tensors"]],
+        )
+
+    async def _close(self, source: Source) -> None:
+        if self._sources.pop(source.id, None) is not None:
+            await self._engine.call_workers(
+                "refitd_close_source", source.id, timeout_seconds=self._config.refit.deadline_seconds
+            )
+
+    async def _let_go(self, session: Session, why: str) -> None:
+        refit = self._bucket_refit
+        if refit is not None and refit.session is session:
+            await self._abort(refit, why)
+        for source in [source for source in self._sources.values() if source.session is session]:
+            await self._close(source)
+        self.writer.release(session)
+
+    def _ticket(self, body: CommitRefit | BeginRefit, *, partial: bool) -> Ticket:
+        self._refuse_while_refitting()
+        defaults = self._config.refit
+        attest: AttestMode = body.attest or defaults.attest
+        return self._commit.ticket(
+            version=body.version,
+            policy=body.policy or defaults.policy,
+            attest=attest,
+            check_finite=defaults.check_finite if body.check_finite is None else body.check_finite,
+            deadline_seconds=body.deadline_seconds or defaults.deadline_seconds,
+            partial=partial,
+        )
+
+    def _source(self, source_id: int) -> Source:
+        source = self._sources.get(source_id)
+        if source is None:
+            raise ProtocolError(ErrorCode.UNKNOWN_SOURCE, f"source {source_id} is not open: send OpenSource")
+        return source
+
+    def _refit_under_way(self, session: Session, epoch: int, refit_id: int) -> BucketRefit:
+        self.writer.check(session, epoch)
+        refit = self._bucket_refit
+        if refit is None or refit.id != refit_id:
+            raise _unknown_refit(refit_id)
+        return refit
+
+    def _check_current(self, refit: BucketRefit) -> None:
+        if self._bucket_refit is not refit:
+            raise _unknown_refit(refit.id)
+
+    def _refuse_while_refitting(self) -> None:
+        if self._gate.state is EngineState.REFITTING:
+            raise ProtocolError(ErrorCode.REFIT_IN_PROGRESS, "another refit is under way: wait for its end")
+
+    async def _finish_even_if_cancelled(self, work: Awaitable[Any]) -> Any:
+        """A client that goes away must not leave the engine between two versions: the work runs to its end."""
+        return await asyncio.shield(self._run(work))
+
+    def _run(self, work: Awaitable[Any]) -> asyncio.Task[Any]:
+        task = asyncio.ensure_future(work)
+        assert isinstance(task, asyncio.Task)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+
+def _unknown_refit(refit_id: int) -> ProtocolError:
+    return ProtocolError(ErrorCode.UNKNOWN_REFIT, f"refit {refit_id} is not under way: it was ended, or never begun")
+
+
+def _check_peer(session: Session, body: OpenSource) -> None:
+    """Memory is taken only from the process that opened the session."""
+    foreign = [segment.pid for segment in body.segments if segment.pid != session.pid]
+    if foreign:
+        raise ProtocolError(
+            ErrorCode.INVALID_DESCRIPTOR,
+            f"segment of process {foreign[0]}, but the session belongs to process {session.pid}: say pid in Hello",
+        )

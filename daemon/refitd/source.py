@@ -1,0 +1,60 @@
+"""Trainer memory that has been opened, and a bucket refit in the middle of it."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from refit_protocol.errors import ErrorCode, ProtocolError
+from refit_protocol.tensors import Segment, TensorShape, check_shape, check_unique
+from refitd.commit import Ticket
+from refitd.sessions import Session
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Mapped by the workers under the same id."""
+
+    id: int
+    session: Session
+    kind: Literal["inplace", "bucket"]
+    segments: tuple[Segment, ...]
+
+    def bucket_bytes(self, bucket: int) -> int:
+        if not 0 <= bucket < len(self.segments):
+            raise ProtocolError(ErrorCode.INVALID_DESCRIPTOR, f"bucket {bucket} of {len(self.segments)}")
+        return self.segments[bucket].size_bytes
+
+
+@dataclass(eq=False)
+class BucketRefit:
+    """From `BeginRefit` to its end. `order` keeps pipelined buckets in the order they came in."""
+
+    id: int
+    session: Session
+    source: Source
+    announced: dict[str, TensorShape]
+    ticket: Ticket
+    order: asyncio.Lock = field(default_factory=asyncio.Lock)
+    window: AbstractAsyncContextManager[None] | None = None
+    _deadline: asyncio.Task[Any] | None = None
+
+    @classmethod
+    def announce(
+        cls, refit_id: int, session: Session, source: Source, tensors: list[TensorShape], ticket: Ticket
+    ) -> BucketRefit:
+        """Raises `invalid_descriptor` for impossible shapes and duplicate names."""
+        check_unique([tensor.name for tensor in tensors])
+        for tensor in tensors:
+            check_shape(tensor)
+        return cls(refit_id, session, source, {tensor.name: tensor for tensor in tensors}, ticket)
+
+    def watch(self, deadline: asyncio.Task[Any]) -> None:
+        self._deadline = deadline
+
+    def unwatch(self) -> None:
+        if self._deadline is not None and self._deadline is not asyncio.current_task():
+            self._deadline.cancel()
+        self._deadline = None
