@@ -1,11 +1,11 @@
 """The digest of a set of weights: one 64-bit number that trainer and engine compute alike, each from its own layout.
 
-The digest is the sum, modulo 2^64, over all elements of all checkpoint tensors of `bits * weight`. `bits` is the element
-in the engine's dtype, read as a signed integer of the same width. `weight` is odd and depends on the tensor's name and the
-element's row-major index, so a sum does not care in which order, on which rank or in which fused parameter an element lies,
-but moving, dropping or changing an element changes it. A sampled digest sums over `sampled_positions` of each tensor only.
+It is the sum, modulo 2^64, over all elements of all checkpoint tensors of `bits * weight`. `bits` is the element in the
+engine's dtype, read as a signed integer of the same width. `weight` is odd and depends on the tensor's name and the
+element's row-major index: so it does not matter in which order, on which rank or in which fused parameter an element is
+found, but moving, dropping or changing one shows. A sampled digest sums over `sampled_positions` of each tensor only.
 
-The functions do arithmetic on NumPy arrays and, by the same operators, on torch tensors; this module imports only NumPy.
+The arithmetic is the same for NumPy arrays and torch tensors; this module itself imports only NumPy.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def combine_parts(ranks: Iterable[Mapping[str, str]]) -> str:
 
 
 def sampled_positions(name: str, elements: int) -> NDArray[np.int64]:
-    """Sorted row-major indices of the sampled elements: all of a small tensor, up to `SAMPLES_PER_TENSOR` of a large one."""
+    """Sorted row-major indices: all of a small tensor, up to `SAMPLES_PER_TENSOR` of a large one."""
     if elements <= SAMPLES_PER_TENSOR:
         return np.arange(elements, dtype=np.int64)
     draws = _mix(np.arange(SAMPLES_PER_TENSOR, dtype=np.uint64) * np.uint64(_GOLDEN) + _salt(name))

@@ -51,7 +51,7 @@ class Detail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 # --- sessions ---------------------------------------------------------------------------------------------------------
 
 
-class Hello(Command):
+class Hello(Command, frozen=True, kw_only=True):
     """Opens a session, or takes up the one named by `resume` after a reconnect.
 
     `pid` is given by clients on the same machine: the daemon then notices their death at once.
@@ -64,7 +64,7 @@ class Hello(Command):
     resume: str | None = None
 
 
-class ModelInfo(Detail):
+class ModelInfo(Detail, frozen=True, kw_only=True):
     name: str
     vocab_size: int
     max_model_len: int
@@ -72,7 +72,7 @@ class ModelInfo(Detail):
     eos_token_ids: list[int]
 
 
-class LimitInfo(Detail):
+class LimitInfo(Detail, frozen=True, kw_only=True):
     message_bytes: int
     requests_per_session: int
     prompts_per_request: int
@@ -80,7 +80,7 @@ class LimitInfo(Detail):
     buffered_bytes: int
 
 
-class Welcome(Fact):
+class Welcome(Fact, frozen=True, kw_only=True):
     """`session` goes into the header of every later request; `epoch` changes with each start of the daemon."""
 
     protocol_version: int
@@ -94,56 +94,56 @@ class Welcome(Fact):
     model: ModelInfo | None
 
 
-class Heartbeat(Command):
+class Heartbeat(Command, frozen=True, kw_only=True):
     """Renews the lease of the session; so does every other request."""
 
 
-class HeartbeatAcknowledged(Fact):
+class HeartbeatAcknowledged(Fact, frozen=True, kw_only=True):
     lease_seconds: float
 
 
-class Goodbye(Command):
+class Goodbye(Command, frozen=True, kw_only=True):
     """Ends the session: its streams are cancelled, its memory unmapped, its writer role given up."""
 
 
-class SessionClosed(Fact):
+class SessionClosed(Fact, frozen=True, kw_only=True):
     pass
 
 
-class AcquireWriter(Command):
+class AcquireWriter(Command, frozen=True, kw_only=True):
     """Asks to be the one session that writes weights; `takeover` fences off the present writer."""
 
     takeover: bool = False
 
 
-class WriterAcquired(Fact):
+class WriterAcquired(Fact, frozen=True, kw_only=True):
     """`epoch` goes into every refit command; frames with an older one are refused."""
 
     epoch: int
 
 
-class ReleaseWriter(Command):
+class ReleaseWriter(Command, frozen=True, kw_only=True):
     pass
 
 
-class WriterReleased(Fact):
+class WriterReleased(Fact, frozen=True, kw_only=True):
     pass
 
 
 # --- looking ----------------------------------------------------------------------------------------------------------
 
 
-class GetStatus(Command):
+class GetStatus(Command, frozen=True, kw_only=True):
     """Needs no session."""
 
 
-class LastError(Detail):
+class LastError(Detail, frozen=True, kw_only=True):
     code: ErrorCode
     message: str
     unix_seconds: float
 
 
-class Status(Fact):
+class Status(Fact, frozen=True, kw_only=True):
     """What is true now. `digest` is of the weights that are served, as 16 hex digits, None while they are torn."""
 
     daemon_version: str
@@ -171,11 +171,11 @@ class Status(Fact):
     devices: list[str] = []
 
 
-class GetManifest(Command):
+class GetManifest(Command, frozen=True, kw_only=True):
     pass
 
 
-class ManifestTensor(Detail):
+class ManifestTensor(Detail, frozen=True, kw_only=True):
     """A checkpoint tensor that a full refit must bring, unless `optional`; `alias_of` names the tensor it is tied to."""
 
     name: str
@@ -185,29 +185,29 @@ class ManifestTensor(Detail):
     alias_of: str | None = None
 
 
-class Manifest(Fact):
+class Manifest(Fact, frozen=True, kw_only=True):
     tensors: list[ManifestTensor]
 
 
-class GetDigest(Command):
+class GetDigest(Command, frozen=True, kw_only=True):
     """Reads the engine's memory and answers what is served: see `refit_protocol.digest` for the definition."""
 
     mode: Literal["sampled", "full"] = "sampled"
 
 
-class WeightsDigest(Fact):
+class WeightsDigest(Fact, frozen=True, kw_only=True):
     version: int
     mode: Literal["sampled", "full"]
     digest: str
 
 
-class GetLoggerMetrics(Command):
+class GetLoggerMetrics(Command, frozen=True, kw_only=True):
     """Asks for the engine's figures, sampled at a fixed interval since they were last cleared."""
 
     clear: bool = False
 
 
-class LoggerMetrics(Fact):
+class LoggerMetrics(Fact, frozen=True, kw_only=True):
     """One list an engine figure, all of one length; `interval_seconds` lies between two samples."""
 
     interval_seconds: float
@@ -217,7 +217,7 @@ class LoggerMetrics(Fact):
 # --- refit ------------------------------------------------------------------------------------------------------------
 
 
-class OpenSource(Command):
+class OpenSource(Command, frozen=True, kw_only=True):
     """Exports trainer memory once. `inplace`: `tensors` are the parameters themselves; `bucket`: segments are staging buckets."""
 
     epoch: int
@@ -227,12 +227,12 @@ class OpenSource(Command):
     plan: PlanMode | None = None
 
 
-class UnplannedTensor(Detail):
+class UnplannedTensor(Detail, frozen=True, kw_only=True):
     name: str
     why: str
 
 
-class SourceOpened(Fact):
+class SourceOpened(Fact, frozen=True, kw_only=True):
     source: int
     path: RefitPath
     tensors: int
@@ -240,16 +240,16 @@ class SourceOpened(Fact):
     unplanned: list[UnplannedTensor]
 
 
-class CloseSource(Command):
+class CloseSource(Command, frozen=True, kw_only=True):
     epoch: int
     source: int
 
 
-class SourceClosed(Fact):
+class SourceClosed(Fact, frozen=True, kw_only=True):
     source: int
 
 
-class CommitRefit(Command):
+class CommitRefit(Command, frozen=True, kw_only=True):
     """Refits from an in-place source. `only` names a partial update; `version` defaults to the served one plus one."""
 
     epoch: int
@@ -262,7 +262,7 @@ class CommitRefit(Command):
     deadline_seconds: float | None = None
 
 
-class BeginRefit(Command):
+class BeginRefit(Command, frozen=True, kw_only=True):
     """Announces a bucket refit: everything is validated and the gate closes before the first bucket is read."""
 
     epoch: int
@@ -276,12 +276,12 @@ class BeginRefit(Command):
     deadline_seconds: float | None = None
 
 
-class RefitBegan(Fact):
+class RefitBegan(Fact, frozen=True, kw_only=True):
     refit: int
     version: int
 
 
-class ApplyBucket(Command):
+class ApplyBucket(Command, frozen=True, kw_only=True):
     """Bucket number `bucket` of the source holds `pieces`; it may be overwritten once `BucketApplied` has come."""
 
     epoch: int
@@ -290,23 +290,23 @@ class ApplyBucket(Command):
     pieces: list[BucketPiece]
 
 
-class BucketApplied(Fact):
+class BucketApplied(Fact, frozen=True, kw_only=True):
     refit: int
     bucket: int
     size_bytes: int
 
 
-class FinishRefit(Command):
+class FinishRefit(Command, frozen=True, kw_only=True):
     epoch: int
     refit: int
 
 
-class AbortRefit(Command):
+class AbortRefit(Command, frozen=True, kw_only=True):
     epoch: int
     refit: int
 
 
-class RefitAborted(Fact):
+class RefitAborted(Fact, frozen=True, kw_only=True):
     """`state` says whether anything had been written: `ready` (nothing, or restored) or `torn`."""
 
     refit: int
@@ -314,19 +314,19 @@ class RefitAborted(Fact):
     version: int
 
 
-class RestoreWeights(Command):
+class RestoreWeights(Command, frozen=True, kw_only=True):
     """Puts back the last committed weights that the daemon kept (`keep_last = "host"`), without the trainer."""
 
     epoch: int
 
 
-class WeightsRestored(Fact):
+class WeightsRestored(Fact, frozen=True, kw_only=True):
     version: int
     digest: str | None
     total_milliseconds: float
 
 
-class RefitMilliseconds(Detail):
+class RefitMilliseconds(Detail, frozen=True, kw_only=True):
     validate: float
     gate: float
     copy: float
@@ -335,7 +335,7 @@ class RefitMilliseconds(Detail):
     total: float
 
 
-class RefitReport(Detail):
+class RefitReport(Detail, frozen=True, kw_only=True):
     version: int
     path: RefitPath
     tensors: int
@@ -347,7 +347,7 @@ class RefitReport(Detail):
     milliseconds: RefitMilliseconds
 
 
-class RefitCommitted(Fact):
+class RefitCommitted(Fact, frozen=True, kw_only=True):
     """All workers hold the new bytes and the version is published; trainer memory may be overwritten."""
 
     report: RefitReport
@@ -356,7 +356,7 @@ class RefitCommitted(Fact):
 # --- generation -------------------------------------------------------------------------------------------------------
 
 
-class Sampling(Record):
+class Sampling(Record, frozen=True, kw_only=True):
     """What vLLM samples with; None leaves the engine's default. `max_tokens` None means: up to the context's end.
 
     `text` asks for decoded text beside the ids; stop strings need the engine's tokenizer. `logprobs` counts the top
@@ -388,7 +388,7 @@ class Sampling(Record):
     text: bool = False
 
 
-class Generate(Command):
+class Generate(Command, frozen=True, kw_only=True):
     """Samples `sampling.n` continuations of each prompt.
 
     Prompts are token ids: blob 0 holds them all, little-endian int32, `prompt_lengths[i]` for prompt i. Alternatively
@@ -408,7 +408,7 @@ class Generate(Command):
     deadline_seconds: float | None = None
 
 
-class ResolvedSampling(Detail):
+class ResolvedSampling(Detail, frozen=True, kw_only=True):
     """What the engine really used: the clamp of `max_tokens` per prompt, the whole stop set, the meaning of logprobs."""
 
     max_tokens: list[int]
@@ -417,7 +417,7 @@ class ResolvedSampling(Detail):
     logprobs_mode: str
 
 
-class GenerationStarted(Fact):
+class GenerationStarted(Fact, frozen=True, kw_only=True):
     resolved: ResolvedSampling
     prompt_lengths: list[int]
 
@@ -429,11 +429,10 @@ class VersionRun(msgspec.Struct, frozen=True, array_like=True):
     count: int
 
 
-class TokenDelta(Detail):
+class TokenDelta(Detail, frozen=True, kw_only=True):
     """`count` new tokens of one output, beginning at `position`; `request` is the id that the client gave.
 
     The end of an output is its `finish_reason`. `top` columns of alternatives follow per token, `prompt_top` per prompt token.
-    `engine_seconds` holds the milestones queued, scheduled, first_token and last_token on the daemon's clock when the output ends.
     """
 
     request: int
@@ -449,15 +448,17 @@ class TokenDelta(Detail):
     cached_tokens: int | None = None
     top: int = 0
     prompt_top: int | None = None
+    prompt_rows: int = 0
     routed_experts: list[int] | None = None
 
 
-class TokensGenerated(Fact):
+class TokensGenerated(Fact, frozen=True, kw_only=True):
     """New tokens of any of the client's streams, one message per engine step.
 
     Blob 0: token ids, int32, all deltas after another. Blob 1: the sampled tokens' logprobs, float32, alike. Where any delta
     has `top > 0`: blob 2 and 3 hold the alternatives' ids (int32) and logprobs (float32), `count x top` per delta. Where any
-    delta has `prompt_top`: blobs 4 and 5 hold per prompt token 1 + prompt_top ids and logprobs, the token itself first.
+    delta has `prompt_top`: blobs 4 and 5 hold `prompt_rows` rows of 1 + prompt_top ids and logprobs, one per prompt token,
+    the token itself first; the first token has no logprob, its row is NaN.
     Where any delta has `routed_experts` (its shape), blob 6 holds them as int32.
     Blobs that are not needed are empty. The header's id is 0: each delta names its own request.
     """
@@ -465,7 +466,7 @@ class TokensGenerated(Fact):
     deltas: list[TokenDelta]
 
 
-class GenerationFinished(Fact):
+class GenerationFinished(Fact, frozen=True, kw_only=True):
     """The last reply of a `Generate`. For a unary request it carries all tokens, with the blobs of `TokensGenerated`."""
 
     deltas: list[TokenDelta]
@@ -473,22 +474,21 @@ class GenerationFinished(Fact):
     prompt_tokens: int
     generated_tokens: int
     resolved: ResolvedSampling
-    queued_milliseconds: float
     first_token_milliseconds: float
     total_milliseconds: float
 
 
-class CancelGeneration(Command):
+class CancelGeneration(Command, frozen=True, kw_only=True):
     """Cancels one request of this session, or with None all of them; their streams end with `cancelled`."""
 
     request: int | None = None
 
 
-class GenerationCancelled(Fact):
+class GenerationCancelled(Fact, frozen=True, kw_only=True):
     requests: list[int]
 
 
-class StreamCursor(Record):
+class StreamCursor(Record, frozen=True, kw_only=True):
     """All tokens before `position` of this output have arrived."""
 
     prompt: int
@@ -496,68 +496,68 @@ class StreamCursor(Record):
     position: int
 
 
-class ResumeGeneration(Command):
+class ResumeGeneration(Command, frozen=True, kw_only=True):
     """After a reconnect: sends again what came after the cursors; outputs without a cursor start at 0."""
 
     request: int
     cursors: list[StreamCursor] = []
 
 
-class GenerationResumed(Fact):
+class GenerationResumed(Fact, frozen=True, kw_only=True):
     request: int
     finished: bool
 
 
-class AcknowledgeGeneration(Command):
+class AcknowledgeGeneration(Command, frozen=True, kw_only=True):
     """The client has everything of these requests; the daemon may forget them."""
 
     requests: list[int]
 
 
-class GenerationForgotten(Fact):
+class GenerationForgotten(Fact, frozen=True, kw_only=True):
     requests: list[int]
 
 
 # --- the engine's life ------------------------------------------------------------------------------------------------
 
 
-class LoadModel(Command):
+class LoadModel(Command, frozen=True, kw_only=True):
     """Starts the load that `defer_load` put off; the reply comes when the model can be served."""
 
 
-class ModelLoaded(Fact):
+class ModelLoaded(Fact, frozen=True, kw_only=True):
     model: ModelInfo
     load_seconds: float
 
 
-class ResetPrefixCache(Command):
+class ResetPrefixCache(Command, frozen=True, kw_only=True):
     pass
 
 
-class PrefixCacheReset(Fact):
+class PrefixCacheReset(Fact, frozen=True, kw_only=True):
     pass
 
 
-class Sleep(Command):
+class Sleep(Command, frozen=True, kw_only=True):
     """Level 1 frees the KV cache and moves weights to host memory, level 2 drops the weights: then only a full refit helps."""
 
     level: Literal[1, 2] = 1
     policy: InflightPolicy = "finish"
 
 
-class WakeUp(Command):
+class WakeUp(Command, frozen=True, kw_only=True):
     """`tags` None wakes everything."""
 
     tags: list[SleepTag] | None = None
 
 
-class SleepStateChanged(Fact):
+class SleepStateChanged(Fact, frozen=True, kw_only=True):
     level: int
     asleep_tags: list[SleepTag]
     servable: bool
 
 
-class Failed(Fact):
+class Failed(Fact, frozen=True, kw_only=True):
     """The request could not be served: whose fault, what to do, and whether the same request may work later."""
 
     code: ErrorCode

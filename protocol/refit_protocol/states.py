@@ -53,7 +53,6 @@ ENGINE_TRANSITIONS: dict[tuple[EngineState, EngineEvent], EngineState] = {
     (_S.UNLOADED, _E.DRAIN_STARTED): _S.DRAINING,
     (_S.LOADING, _E.DRAIN_STARTED): _S.DRAINING,
     (_S.READY, _E.DRAIN_STARTED): _S.DRAINING,
-    (_S.REFITTING, _E.DRAIN_STARTED): _S.DRAINING,
     (_S.TORN, _E.DRAIN_STARTED): _S.DRAINING,
     (_S.ASLEEP, _E.DRAIN_STARTED): _S.DRAINING,
     **{(state, _E.DIED): _S.DEAD for state in EngineState},

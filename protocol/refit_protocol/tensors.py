@@ -52,7 +52,7 @@ class _Descriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     pass
 
 
-class TensorShape(_Descriptor):
+class TensorShape(_Descriptor, frozen=True, kw_only=True):
     """A tensor by name, without memory: what a bucket refit announces and what the engine's manifest lists."""
 
     name: str
@@ -68,7 +68,7 @@ class TensorShape(_Descriptor):
         return self.elements * ITEM_BYTES[self.dtype]
 
 
-class SourceTensor(_Descriptor):
+class SourceTensor(_Descriptor, frozen=True, kw_only=True):
     """A tensor inside segment number `segment`, at `offset_bytes`; `strides` count elements, None means row-major."""
 
     name: str
@@ -99,7 +99,7 @@ class SourceTensor(_Descriptor):
         return (1 + sum((size - 1) * stride for size, stride in steps)) * ITEM_BYTES[self.dtype]
 
 
-class MemfdSegment(_Descriptor, tag="memfd", tag_field="kind"):
+class MemfdSegment(_Descriptor, frozen=True, kw_only=True, tag="memfd", tag_field="kind"):
     """`size_bytes` of a memfd sealed against shrinking, found at `/proc/<pid>/fd/<fd>`; `inode` guards against reuse."""
 
     pid: int
@@ -108,7 +108,7 @@ class MemfdSegment(_Descriptor, tag="memfd", tag_field="kind"):
     size_bytes: int
 
 
-class CudaIpcSegment(_Descriptor, tag="cuda_ipc", tag_field="kind"):
+class CudaIpcSegment(_Descriptor, frozen=True, kw_only=True, tag="cuda_ipc", tag_field="kind"):
     """One whole cudaMalloc allocation: the 64 bytes of cudaIpcGetMemHandle, on the device named by `device_uuid`.
 
     `event_handle` is the 64 bytes of an interprocess CUDA event that the trainer records before each commit, or None when
@@ -125,7 +125,7 @@ class CudaIpcSegment(_Descriptor, tag="cuda_ipc", tag_field="kind"):
 Segment = MemfdSegment | CudaIpcSegment
 
 
-class BucketPiece(_Descriptor):
+class BucketPiece(_Descriptor, frozen=True, kw_only=True):
     """Elements `[first, first + count)` of tensor `name` in row-major order, lying in the bucket at `offset_bytes`."""
 
     name: str
