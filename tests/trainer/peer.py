@@ -1,0 +1,167 @@
+"""A ROUTER on a thread that speaks the real protocol, for what no real daemon does on demand: silence, nonsense, restarts."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+
+from refit_protocol.codec import Frame, decode_request, encode_reply
+from refit_protocol.errors import ErrorCode, ProtocolError
+from refit_protocol.messages import (
+    PROTOCOL_VERSION,
+    Failed,
+    Goodbye,
+    Heartbeat,
+    HeartbeatAcknowledged,
+    Hello,
+    LimitInfo,
+    ModelInfo,
+    Reply,
+    ReplyHeader,
+    Request,
+    SessionClosed,
+    Welcome,
+)
+
+MODEL = ModelInfo(name="tiny", vocab_size=512, max_model_len=256, dtype="bfloat16", eos_token_ids=[2])
+LIMITS = LimitInfo(
+    message_bytes=1 << 28, requests_per_session=1024, prompts_per_request=4096, bucket_pieces=1 << 16, buffered_bytes=1 << 28
+)
+
+
+@dataclass
+class Asked:
+    """A request as the peer saw it; `reply` answers it, any number of times."""
+
+    peer: Peer
+    identity: bytes
+    id: int
+    session: str | None
+    body: Request
+    blobs: Sequence[Frame]
+
+    def reply(self, body: Reply, *, blobs: Sequence[Frame] = (), last: bool = True, id: int | None = None) -> None:  # noqa: A002
+        header = ReplyHeader(id=self.id if id is None else id, body=body, last=last)
+        self.peer.send([self.identity, b"", *encode_reply(header, blobs)])
+
+    def fail(self, code: ErrorCode, message: str = "no") -> None:
+        self.reply(Failed.from_error(ProtocolError(code, message)))
+
+
+@dataclass
+class Peer:
+    """Greets, acknowledges heartbeats and says goodbye by itself; every other request is put into `asked` for the test."""
+
+    endpoint: str
+    epoch: int = 1
+    lease_seconds: float = 30.0
+    heartbeat_seconds: float = 10.0
+    keeps_sessions: bool = True
+    answers_heartbeats: bool = True
+    asked: queue.Queue[Asked] = field(default_factory=queue.Queue)
+    hellos: list[Hello] = field(default_factory=list)
+    goodbyes: int = 0
+    heartbeats: queue.Queue[Asked] = field(default_factory=queue.Queue)
+    answer: Callable[[Asked], None] | None = None
+    _outgoing: queue.SimpleQueue[list[Frame]] = field(default_factory=queue.SimpleQueue)
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def next(self, kind: type[Request] | None = None) -> Asked:
+        """The next request that the test has to answer."""
+        asked = self.asked.get(timeout=10)
+        assert kind is None or isinstance(asked.body, kind), asked.body
+        return asked
+
+    def send(self, frames: list[Frame]) -> None:
+        self._outgoing.put(frames)
+        self._wake.send(b"")
+
+    def start(self) -> None:
+        self._context = zmq.Context()
+        self._stop.clear()
+        self._wakened = self._context.socket(zmq.PULL)
+        self._wakened.bind("inproc://wake")
+        self._wake = self._context.socket(zmq.PUSH)
+        self._wake.connect("inproc://wake")
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.linger = 0
+        self._router.bind(self.endpoint)
+        self._thread = threading.Thread(target=self._serve, name="peer", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Closes the socket, as a daemon that dies does."""
+        self._stop.set()
+        self._wake.send(b"")
+        self._thread.join()
+        self._wake.close(linger=0)
+        self._context.term()
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._wakened, zmq.POLLIN)
+        while not self._stop.is_set():
+            ready = dict(poller.poll())
+            if self._wakened in ready:
+                self._wakened.recv()
+                while not self._outgoing.empty():
+                    self._router.send_multipart(self._outgoing.get())
+            if self._router in ready:
+                self._handle(self._router.recv_multipart())
+        self._router.close(linger=0)
+        self._wakened.close(linger=0)
+
+    def _handle(self, frames: list[bytes]) -> None:
+        identity, delimiter, *rest = frames
+        assert delimiter == b""
+        header, blobs = decode_request(rest)
+        asked = Asked(self, identity, header.id, header.session, header.body, blobs)
+        if isinstance(header.body, Hello):
+            self._greet(asked, header.body)
+        elif isinstance(header.body, Goodbye):
+            self.goodbyes += 1
+            asked.reply(SessionClosed())
+        elif isinstance(header.body, Heartbeat):
+            self.heartbeats.put(asked)
+            if self.answers_heartbeats:
+                asked.reply(HeartbeatAcknowledged(lease_seconds=self.lease_seconds))
+        elif self.answer is not None:
+            self.answer(asked)
+        else:
+            self.asked.put(asked)
+
+    def _greet(self, asked: Asked, hello: Hello) -> None:
+        self.hellos.append(hello)
+        resumed = self.keeps_sessions and hello.resume == f"session-of-epoch-{self.epoch}"
+        welcome = Welcome(
+            protocol_version=PROTOCOL_VERSION,
+            daemon_version="0",
+            session=f"session-of-epoch-{self.epoch}",
+            resumed=resumed,
+            epoch=self.epoch,
+            lease_seconds=self.lease_seconds,
+            heartbeat_seconds=self.heartbeat_seconds,
+            limits=LIMITS,
+            model=MODEL,
+        )
+        asked.reply(welcome)
+
+
+@contextmanager
+def running(peer: Peer) -> Iterator[Peer]:
+    peer.start()
+    try:
+        yield peer
+    finally:
+        peer.stop()
+
+
+def endpoint_in(directory: Path) -> str:
+    return f"ipc://{directory / 'refitd.sock'}"

@@ -1,0 +1,68 @@
+"""What a trainer uses of refitd: connect to a daemon, refit it with your weights, and generate.
+
+Importing this package does not import torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from refit_protocol.errors import ErrorCode, Fault
+from refit_protocol.messages import RefitReport, Sampling, Status, VersionRun
+from refit_protocol.tensors import DType, TensorShape
+from refit_trainer.aio import AsyncDaemon
+from refit_trainer.client import Daemon
+from refit_trainer.errors import (
+    ClientClosed,
+    DaemonRestarted,
+    DaemonUnreachable,
+    LayoutMismatch,
+    NotShareable,
+    RefitdError,
+    RequestTimedOut,
+    SessionLost,
+    UsedAfterFork,
+)
+from refit_trainer.link import CurveKeys
+from refit_trainer.stream import Alternatives, Delta, Sample
+
+if TYPE_CHECKING:
+    from refit_trainer.sharing import share_parameters, unshare_parameters
+
+__all__ = [
+    "Alternatives",
+    "AsyncDaemon",
+    "ClientClosed",
+    "CurveKeys",
+    "DType",
+    "Daemon",
+    "DaemonRestarted",
+    "DaemonUnreachable",
+    "Delta",
+    "ErrorCode",
+    "Fault",
+    "LayoutMismatch",
+    "NotShareable",
+    "RefitReport",
+    "RefitdError",
+    "RequestTimedOut",
+    "Sample",
+    "Sampling",
+    "SessionLost",
+    "Status",
+    "TensorShape",
+    "UsedAfterFork",
+    "VersionRun",
+    "share_parameters",
+    "unshare_parameters",
+]
+
+_NEEDS_TORCH = frozenset({"share_parameters", "unshare_parameters"})
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NEEDS_TORCH:
+        from refit_trainer import sharing
+
+        return getattr(sharing, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,58 @@
+"""How trainer memory is exported, by the kind of device it lies on. No torch here: a backend brings its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from refit_protocol.tensors import Segment
+from refit_trainer.errors import NotShareable
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ExportedMemory(Protocol):
+    """Memory that a daemon on this machine can open by its descriptors, as long as it is not closed."""
+
+    @property
+    def segments(self) -> list[Segment]: ...
+
+    def locate(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """The number of the segment that holds the tensor and its offset there in bytes; None if none does."""
+
+    def synchronise(self) -> None:
+        """Called before a daemon is told to read: whatever was enqueued to write this memory must be seen by it."""
+
+    def close(self) -> None:
+        """Gives the memory up; tensors in it stay valid until they are gone themselves."""
+
+
+class Buckets(ExportedMemory, Protocol):
+    """Staging memory of one size, as flat uint8 tensors; bucket i is segment i."""
+
+    @property
+    def views(self) -> Sequence[torch.Tensor]: ...
+
+
+class Backend(Protocol):
+    def share(self, tensors: Sequence[torch.Tensor]) -> ExportedMemory:
+        """Exports these tensors' memory, after moving it where it has to be: each tensor's `data` then lies there."""
+
+    def buckets(self, count: int, size_bytes: int, device: torch.device) -> Buckets: ...
+
+
+_BACKENDS: dict[str, Backend] = {}
+
+
+def register_backend(device_type: str, backend: Backend) -> None:
+    """`device_type` as in `torch.device.type`."""
+    _BACKENDS[device_type] = backend
+
+
+def backend_for(device_type: str) -> Backend:
+    """Raises `NotShareable` where there is none."""
+    backend = _BACKENDS.get(device_type)
+    if backend is None:
+        raise NotShareable(f"tensors on {device_type} cannot be exported, only those on {', '.join(sorted(_BACKENDS))}")
+    return backend

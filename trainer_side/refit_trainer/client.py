@@ -1,0 +1,196 @@
+"""The synchronous client: `AsyncDaemon` on an event loop in one background thread, callable from any thread."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Coroutine, Iterable
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
+
+from refit_protocol.messages import (
+    InflightPolicy,
+    LoggerMetrics,
+    Manifest,
+    ModelInfo,
+    RefitReport,
+    Sampling,
+    SleepStateChanged,
+    SleepTag,
+    Status,
+    WeightsDigest,
+    WeightsRestored,
+    Welcome,
+)
+from refit_trainer.aio import AsyncDaemon, ConnectOptions, same
+from refit_trainer.errors import ClientClosed, UsedAfterFork
+from refit_trainer.prompts import GenerateOptions, Prompt, deadline_of, generate_command
+from refit_trainer.refits import RefitOptions
+from refit_trainer.replies import Item, Replies, ThreadMailbox
+from refit_trainer.stream import Delta, Sample, SampleAssembler
+
+if TYPE_CHECKING:
+    import torch
+
+_Result = TypeVar("_Result")
+
+
+class LoopThread:
+    """An event loop in a thread of its own, until `stop()`."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="refit_trainer", daemon=True)
+        self._thread.start()
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process is a fork of the one that has the thread."""
+        return os.getpid() != self._pid
+
+    def call(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """The result of `work`; when the caller is interrupted, `work` is cancelled before the interrupt goes on."""
+        self._check(work)
+        running = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return running.result()
+        except BaseException:
+            running.cancel()
+            raise
+
+    def stop(self) -> None:
+        if self.inherited or self.loop.is_closed():
+            return
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def _check(self, work: Coroutine[Any, Any, Any]) -> None:
+        if self.inherited:
+            work.close()
+            raise UsedAfterFork(f"this client belongs to process {self._pid}: connect anew in process {os.getpid()}")
+        if self.loop.is_closed():
+            work.close()
+            raise ClientClosed("the client has been closed")
+
+
+class Daemon:
+    """A session with one daemon; made by `connect()`. Any thread may call it; in a forked child it refuses to work."""
+
+    def __init__(self, thread: LoopThread, daemon: AsyncDaemon) -> None:
+        self._thread = thread
+        self._daemon = daemon
+
+    @classmethod
+    def connect(
+        cls, endpoint: str | None = None, timeout_seconds: float = 10.0, **options: Unpack[ConnectOptions]
+    ) -> Self:
+        """Opens a session; see `AsyncDaemon.connect`."""
+        thread = LoopThread()
+        try:
+            return cls(thread, thread.call(_connected(endpoint, timeout_seconds, options)))
+        except BaseException:
+            thread.stop()
+            raise
+
+    @property
+    def welcome(self) -> Welcome:
+        """What the daemon said when the present session was opened: its versions, limits and model."""
+        return self._daemon.welcome
+
+    def close(self) -> None:
+        """Ends the session and its thread; does nothing the second time, or in a forked child."""
+        if self._thread.inherited or self._thread.loop.is_closed():
+            return
+        try:
+            self._thread.call(self._daemon.close())
+        finally:
+            self._thread.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def status(self) -> Status:
+        return self._thread.call(self._daemon.status())
+
+    def manifest(self) -> Manifest:
+        return self._thread.call(self._daemon.manifest())
+
+    def digest(self, mode: Literal["sampled", "full"] = "sampled") -> WeightsDigest:
+        return self._thread.call(self._daemon.digest(mode))
+
+    def logger_metrics(self, clear: bool = False) -> LoggerMetrics:
+        return self._thread.call(self._daemon.logger_metrics(clear))
+
+    def refit(self, weights: torch.nn.Module, **options: Unpack[RefitOptions]) -> RefitReport:
+        """Makes the engine serve `weights`; see `AsyncDaemon.refit`."""
+        return self._thread.call(self._daemon.refit(weights, **options))
+
+    def restore(self) -> WeightsRestored:
+        return self._thread.call(self._daemon.restore())
+
+    def acquire_writer(self, *, takeover: bool = False) -> None:
+        self._thread.call(self._daemon.acquire_writer(takeover=takeover))
+
+    def release_writer(self) -> None:
+        self._thread.call(self._daemon.release_writer())
+
+    def generate(
+        self, prompts: Iterable[Prompt], sampling: Sampling | None = None, **options: Unpack[GenerateOptions]
+    ) -> Replies[Sample]:
+        """Yields `len(prompts) * sampling.n` samples, each as soon as it is finished."""
+        return self._replies(prompts, sampling, options, SampleAssembler().add)
+
+    def stream(
+        self, prompts: Iterable[Prompt], sampling: Sampling | None = None, **options: Unpack[GenerateOptions]
+    ) -> Replies[Delta]:
+        """Yields tokens as the engine makes them."""
+        return self._replies(prompts, sampling, options, same)
+
+    def generate_one(
+        self, prompt: Prompt, sampling: Sampling | None = None, **options: Unpack[GenerateOptions]
+    ) -> Sample:
+        """The first finished sample of one prompt; others that `sampling.n` asks for are cancelled."""
+        with self.generate([prompt], sampling, **options) as samples:
+            return next(samples)
+
+    def cancel(self) -> list[int]:
+        """Cancels every generation of this session; one alone is cancelled by its own `cancel()`."""
+        return self._thread.call(self._daemon.cancel())
+
+    def load_model(self) -> ModelInfo:
+        return self._thread.call(self._daemon.load_model())
+
+    def reset_prefix_cache(self) -> None:
+        self._thread.call(self._daemon.reset_prefix_cache())
+
+    def sleep(self, level: Literal[1, 2] = 1, policy: InflightPolicy = "finish") -> SleepStateChanged:
+        return self._thread.call(self._daemon.sleep(level, policy))
+
+    def wake_up(self, tags: list[SleepTag] | None = None) -> SleepStateChanged:
+        return self._thread.call(self._daemon.wake_up(tags))
+
+    def _replies(
+        self,
+        prompts: Iterable[Prompt],
+        sampling: Sampling | None,
+        options: GenerateOptions,
+        convert: Callable[[Delta], Item | None],
+    ) -> Replies[Item]:
+        command, blobs = generate_command(prompts, sampling, options)
+        mailbox = ThreadMailbox()
+        request = self._thread.call(self._daemon.send_generate(command, blobs, mailbox))
+        generation = (self._daemon.connection, request, mailbox)
+        return Replies(generation, self._thread.loop, convert, deadline_of(command))
+
+
+async def _connected(endpoint: str | None, timeout_seconds: float, options: ConnectOptions) -> AsyncDaemon:
+    return await AsyncDaemon.connect(endpoint, timeout_seconds, **options)

@@ -1,0 +1,366 @@
+"""One session with a daemon: keeps it alive, takes it up again after a broken connection, notices another daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import zmq.asyncio
+
+from refit_protocol.codec import Frame, decode_reply, encode_request
+from refit_protocol.endpoint import ENDPOINT_VARIABLE, socket_path
+from refit_protocol.errors import ErrorCode, ProtocolError
+from refit_protocol.messages import (
+    PROTOCOL_VERSION,
+    AcknowledgeGeneration,
+    CancelGeneration,
+    Fact,
+    Generate,
+    GenerationCancelled,
+    GenerationResumed,
+    GetStatus,
+    Goodbye,
+    Heartbeat,
+    HeartbeatAcknowledged,
+    Hello,
+    Request,
+    RequestHeader,
+    ResumeGeneration,
+    SessionClosed,
+    Welcome,
+)
+from refit_trainer.errors import (
+    ClientClosed,
+    DaemonRestarted,
+    DaemonUnreachable,
+    RefitdError,
+    RequestTimedOut,
+    SessionLost,
+    UsedAfterFork,
+)
+from refit_trainer.inbox import Generation, Inbox, Mailbox, protocol_broken
+from refit_trainer.link import CurveKeys, Link, LinkRefusedError
+
+_GOODBYE_SECONDS = 1.0
+_PAUSE_BEFORE_RECONNECT_SECONDS = 0.1
+# Acknowledging a moment later lets many short generations share one message.
+_ACKNOWLEDGE_AFTER_SECONDS = 0.02
+
+_Fact = TypeVar("_Fact", bound=Fact)
+
+
+@dataclass(frozen=True)
+class ConnectionOptions:
+    endpoint: str
+    client: str
+    lease_seconds: float | None = None
+    curve: CurveKeys | None = None
+
+
+class Connection:
+    """Belongs to the event loop on which `open` was awaited."""
+
+    def __init__(self, options: ConnectionOptions) -> None:
+        self._options = options
+        self._pid = os.getpid()
+        self._inbox = Inbox()
+        self._context = zmq.asyncio.Context()
+        self._link: Link | None = None
+        self._up = asyncio.Event()
+        self._lost = asyncio.Event()
+        self._opened: asyncio.Future[None] | None = None
+        self._runner: asyncio.Task[None] | None = None
+        self._chores: set[asyncio.Task[None]] = set()
+        self._welcome: Welcome | None = None
+        self._untold_restart: DaemonRestarted | None = None
+        self._refusal: RefitdError | None = None
+        self._end: RefitdError | None = None
+        self._acknowledging: asyncio.TimerHandle | None = None
+
+    @property
+    def welcome(self) -> Welcome:
+        """What the daemon said when the present session was opened."""
+        assert self._welcome is not None, "open() comes first"
+        return self._welcome
+
+    async def open(self, timeout_seconds: float) -> None:
+        """Raises `DaemonUnreachable` after `timeout_seconds`, or the daemon's own refusal."""
+        self._opened = asyncio.get_running_loop().create_future()
+        self._runner = asyncio.create_task(self._run(), name="refit_trainer connection")
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self._opened
+        except TimeoutError:
+            await self.close()
+            raise self._unreachable(timeout_seconds) from None
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Ends the session; whoever still waits gets `ClientClosed`. In a forked child nothing is touched."""
+        if os.getpid() != self._pid or self._context.closed:
+            return
+        await self._say_goodbye()
+        self._finish(ClientClosed("the client has been closed"))
+        tasks = [*self._chores, *([self._runner] if self._runner else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._context.term()
+
+    async def request(
+        self, command: Request, expected: type[_Fact], *, timeout_seconds: float, blobs: Sequence[Frame] = ()
+    ) -> _Fact:
+        """The one reply to `command`; waits for a lost connection to come back, at most `timeout_seconds`."""
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                link = await self._ready_link(command)
+                return await self._ask(link, command, expected, blobs)
+        except TimeoutError:
+            raise self._timed_out(command, timeout_seconds) from None
+        except SessionLost:
+            self._lost.set()
+            raise
+
+    async def generate(
+        self, command: Generate, blobs: Sequence[Frame], mailbox: Mailbox, *, timeout_seconds: float
+    ) -> int:
+        """Sends the request whose replies go to `mailbox`, and returns its id."""
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                link = await self._ready_link(command)
+                request = self._inbox.expect_generation(Generation(command, blobs, mailbox))
+                await self._send(link, request, command, blobs)
+                return request
+        except TimeoutError:
+            raise self._timed_out(command, timeout_seconds) from None
+
+    async def cancel(self, request: int | None, *, timeout_seconds: float) -> list[int]:
+        """Asks the daemon to end this generation, or all of the session; returns those that were under way."""
+        command = CancelGeneration(request=request)
+        return (await self.request(command, GenerationCancelled, timeout_seconds=timeout_seconds)).requests
+
+    def abandon(self, request: int) -> None:
+        """Nobody will read this generation: drops what still comes, and has the daemon stop it."""
+        if self._inbox.abandon(request):
+            self._later(self._tell(CancelGeneration(request=request)))
+
+    # --- the life of the connection ---
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                await self._live_one_link()
+                await asyncio.sleep(_PAUSE_BEFORE_RECONNECT_SECONDS)
+        except RefitdError as error:
+            self._finish(error)
+        # The boundary of the task: a bug must reach whoever waits, not only the log.
+        except Exception as error:  # noqa: BLE001
+            self._finish(_bug(error))
+
+    async def _live_one_link(self) -> None:
+        link = Link(self._context, self._options.endpoint, self._options.curve)
+        patience = self._start_patience()
+        try:
+            await link.connected()
+            await self._serve(link, patience)
+        except (LinkRefusedError, RefitdError) as error:
+            self._refused(error)
+        finally:
+            self._up.clear()
+            self._link = None
+            link.close()
+            patience.cancel()
+            self._inbox.fail_answers(DaemonUnreachable("the connection broke before the answer came: outcome unknown"))
+
+    def _start_patience(self) -> asyncio.TimerHandle:
+        """Streams outlive a broken connection as long as the daemon keeps their session."""
+        lease_seconds = self._welcome.lease_seconds if self._welcome else 0.0
+        gone = DaemonUnreachable(f"no connection to {self._options.endpoint} for {lease_seconds:g} s")
+        return asyncio.get_running_loop().call_later(lease_seconds, self._inbox.fail_generations, gone)
+
+    async def _serve(self, link: Link, patience: asyncio.TimerHandle) -> None:
+        """Returns when the connection is lost; raises the daemon's refusal of our Hello."""
+        self._lost.clear()
+        tasks: list[asyncio.Task[object]] = [
+            asyncio.create_task(self._read(link)),
+            asyncio.create_task(self._converse(link, patience)),
+            asyncio.create_task(link.broken()),
+            asyncio.create_task(self._lost.wait()),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done:
+            task.result()
+
+    async def _read(self, link: Link) -> None:
+        while True:
+            frames = await link.receive()
+            try:
+                self._inbox.deliver(*decode_reply(frames))
+            except (ProtocolError, ValueError) as error:
+                raise protocol_broken(str(error)) from error
+            if self._inbox.finished:
+                self._acknowledge_soon()
+
+    async def _converse(self, link: Link, patience: asyncio.TimerHandle) -> None:
+        """Says Hello, lets the callers in, and renews the lease until the daemon no longer answers."""
+        await self._greet(link)
+        patience.cancel()
+        self._link = link
+        self._up.set()
+        while True:
+            await asyncio.sleep(self.welcome.heartbeat_seconds)
+            try:
+                async with asyncio.timeout(self.welcome.lease_seconds):
+                    await self._ask(link, Heartbeat(), HeartbeatAcknowledged)
+            except (TimeoutError, SessionLost):
+                return
+
+    async def _greet(self, link: Link) -> None:
+        before, hello = self._welcome, self._hello()
+        self._welcome = await self._ask(link, hello, Welcome)
+        assert self._opened is not None, "only open() starts the task that greets"
+        if before is None:
+            self._opened.set_result(None)
+        elif self._welcome.epoch != before.epoch:
+            self._note_restart()
+        elif not self._welcome.resumed:
+            self._inbox.fail_generations(SessionLost("the session ended while the connection was lost"))
+        else:
+            await self._resume_generations(link)
+
+    def _hello(self) -> Hello:
+        return Hello(
+            protocol_versions=[PROTOCOL_VERSION],
+            client=self._options.client,
+            pid=self._pid if self._options.endpoint.startswith("ipc://") else None,
+            lease_seconds=self._options.lease_seconds,
+            resume=self._welcome.session if self._welcome else None,
+        )
+
+    def _note_restart(self) -> None:
+        restarted = DaemonRestarted(
+            "the daemon was restarted: it serves the weights it was started with, so refit before generating"
+        )
+        if not self._inbox.fail_generations(restarted):
+            self._untold_restart = restarted
+
+    async def _resume_generations(self, link: Link) -> None:
+        for request, generation in list(self._inbox.generations.items()):
+            try:
+                resume = ResumeGeneration(request=request, cursors=generation.cursors)
+                await self._ask(link, resume, GenerationResumed)
+            except RefitdError as error:
+                self._inbox.fail_generation(request, error)
+
+    def _refused(self, error: LinkRefusedError | RefitdError) -> None:
+        """A refused first Hello fails `open`; a later one is tried again, and its reason told to whoever waits."""
+        refusal = error if isinstance(error, RefitdError) else DaemonUnreachable(f"{self._options.endpoint}: {error}")
+        if self._welcome is None:
+            raise refusal
+        self._refusal = refusal
+
+    def _finish(self, error: RefitdError) -> None:
+        self._end = error
+        self._inbox.fail_answers(error)
+        self._inbox.fail_generations(error)
+        if self._opened is not None and not self._opened.done():
+            self._opened.set_exception(error)
+        # Whoever waits for the connection finds `_end` instead.
+        self._up.set()
+
+    # --- requests ---
+
+    async def _ready_link(self, command: Request) -> Link:
+        if os.getpid() != self._pid:
+            raise UsedAfterFork(f"this client belongs to process {self._pid}: connect anew in the child")
+        await self._up.wait()
+        if self._end is not None:
+            raise self._end
+        if self._untold_restart is not None and not isinstance(command, GetStatus):
+            restarted, self._untold_restart = self._untold_restart, None
+            raise restarted
+        assert self._link is not None, "up means that there is a link"
+        return self._link
+
+    async def _ask(self, link: Link, command: Request, expected: type[_Fact], blobs: Sequence[Frame] = ()) -> _Fact:
+        request, answer = self._inbox.expect_answer()
+        try:
+            await self._send(link, request, command, blobs)
+            reply = await answer
+        finally:
+            self._inbox.forget_answer(request)
+        if not isinstance(reply, expected):
+            raise protocol_broken(f"{type(command).__name__} was answered by {type(reply).__name__}")
+        return reply
+
+    async def _send(self, link: Link, request: int, command: Request, blobs: Sequence[Frame] = ()) -> None:
+        session = None if self._welcome is None or isinstance(command, Hello) else self._welcome.session
+        await link.send(encode_request(RequestHeader(id=request, body=command, session=session), blobs))
+
+    async def _tell(self, command: Request) -> None:
+        """Sends what needs no answer; without a connection there is nobody to tell."""
+        if self._link is not None:
+            await self._send(self._link, self._inbox.next_request(), command)
+
+    def _acknowledge_soon(self) -> None:
+        if self._acknowledging is None:
+            loop = asyncio.get_running_loop()
+            self._acknowledging = loop.call_later(_ACKNOWLEDGE_AFTER_SECONDS, self._acknowledge)
+
+    def _acknowledge(self) -> None:
+        self._acknowledging = None
+        requests, self._inbox.finished = self._inbox.finished, []
+        self._later(self._tell(AcknowledgeGeneration(requests=requests)))
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        chore = asyncio.get_running_loop().create_task(work)
+        self._chores.add(chore)
+        chore.add_done_callback(self._chores.discard)
+
+    async def _say_goodbye(self) -> None:
+        if self._link is None:
+            return
+        with contextlib.suppress(RefitdError, TimeoutError):
+            async with asyncio.timeout(_GOODBYE_SECONDS):
+                await self._ask(self._link, Goodbye(), SessionClosed)
+
+    # --- errors ---
+
+    def _timed_out(self, command: Request, timeout_seconds: float) -> RefitdError:
+        if self._link is None:
+            return self._unreachable(timeout_seconds)
+        return RequestTimedOut(f"{type(command).__name__} was not answered within {timeout_seconds:g} s")
+
+    def _unreachable(self, timeout_seconds: float) -> DaemonUnreachable:
+        reason = self._refusal or _why_unreachable(self._options.endpoint)
+        return DaemonUnreachable(
+            f"no daemon answered at {self._options.endpoint} within {timeout_seconds:g} s: {reason}"
+        )
+
+
+def _why_unreachable(endpoint: str) -> str:
+    path = socket_path(endpoint)
+    if path is None:
+        return "is refitd running there, and are the CURVE keys right?"
+    if not path.exists():
+        return f"{path} does not exist; start refitd, or set {ENDPOINT_VARIABLE} to where it listens"
+    if not os.access(path, os.W_OK):
+        return f"user {os.getuid()} may not write to {path}"
+    return "the socket is there, but the daemon behind it has died or hangs"
+
+
+def _bug(error: Exception) -> RefitdError:
+    failure = RefitdError(f"a bug in refit_trainer: {type(error).__name__}: {error}", code=ErrorCode.INTERNAL)
+    failure.__cause__ = error
+    return failure

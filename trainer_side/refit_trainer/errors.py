@@ -1,0 +1,97 @@
+"""What a call to a daemon can raise: one base class, whose attributes say what happened, whose fault, what may help."""
+# Facts, not "errors": the names read as what happened.
+# ruff: noqa: N818
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from refit_protocol.errors import ErrorCode, Fault
+from refit_protocol.messages import Failed
+
+
+class RefitdError(Exception):
+    """A request that was not served.
+
+    `code` is the daemon's `ErrorCode`, or None where the daemon never answered. `fault` says who has to change
+    something, `retryable` that the same call may work later; `details` holds the names, limits and shapes in question.
+    """
+
+    default_fault: ClassVar[Fault] = Fault.CLIENT
+    default_retryable: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: ErrorCode | None = None,
+        fault: Fault | None = None,
+        retryable: bool | None = None,
+        details: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.fault = self.default_fault if fault is None else fault
+        self.retryable = self.default_retryable if retryable is None else retryable
+        self.details: dict[str, Any] = dict(details or {})
+
+    def __str__(self) -> str:
+        return self.message if self.code is None else f"{self.code.value}: {self.message}"
+
+
+class DaemonUnreachable(RefitdError):
+    """Nobody answers at the endpoint, or the connection broke while an answer was awaited: its outcome is unknown."""
+
+    default_fault = Fault.DAEMON
+    default_retryable = True
+
+
+class DaemonRestarted(RefitdError):
+    """Another daemon process answers than before: it serves the weights it was started with, so refit first.
+
+    Raised once, by what was under way or else by the next call; calls after that go to the new process.
+    """
+
+    default_fault = Fault.DAEMON
+    default_retryable = True
+
+
+class SessionLost(RefitdError):
+    """The lease ran out: streams and sources of the session are gone. The next call opens a new session by itself."""
+
+    default_retryable = True
+
+
+class RequestTimedOut(RefitdError, TimeoutError):
+    """No answer came within `timeout_seconds`; whether the daemon has done the work is unknown."""
+
+    default_fault = Fault.DAEMON
+    default_retryable = True
+
+
+class ClientClosed(RefitdError):
+    """The client was used after `close()`."""
+
+
+class UsedAfterFork(RefitdError):
+    """The client was used in a forked child: sockets and threads belong to the process that made them."""
+
+
+class NotShareable(RefitdError):
+    """A module's parameters cannot be exported from where they lie."""
+
+
+class LayoutMismatch(RefitdError):
+    """The tensors that an iterator yields are not the ones that were announced."""
+
+
+_CLASSES: dict[ErrorCode, type[RefitdError]] = {ErrorCode.NO_SESSION: SessionLost}
+
+
+def error_from(failed: Failed) -> RefitdError:
+    """The exception for a `Failed` reply."""
+    return _CLASSES.get(failed.code, RefitdError)(
+        failed.message, code=failed.code, fault=failed.fault, retryable=failed.retryable, details=failed.details
+    )

@@ -1,0 +1,70 @@
+"""What a caller may give as prompts, made into a `Generate` and its blob."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from refit_protocol.messages import Generate, Sampling
+
+# One prompt: token ids as a list, an array or a one-dimensional tensor; or text.
+Prompt: TypeAlias = "Sequence[int] | npt.NDArray[np.integer[Any]] | str | Any"
+
+DEADLINE_SECONDS = 600.0
+_INT32 = np.iinfo(np.int32)
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Beside the prompts and the sampling; see `Generate`. `deadline_seconds` bounds both sides, 600 by default."""
+
+    priority: int
+    lora: str | None
+    routed_experts: bool
+    min_version: int | None
+    max_version_lag: int | None
+    deadline_seconds: float
+
+
+def generate_command(
+    prompts: Iterable[Prompt], sampling: Sampling | None, options: GenerateOptions
+) -> tuple[Generate, list[bytes]]:
+    """The request and its blobs; raises TypeError or ValueError for what is no prompt."""
+    texts, prompt_lengths, blobs = _split(prompts)
+    bounded: GenerateOptions = {"deadline_seconds": DEADLINE_SECONDS, **options}
+    command = Generate(prompt_lengths=prompt_lengths, texts=texts, sampling=sampling or Sampling(), **bounded)
+    return command, blobs
+
+
+def deadline_of(command: Generate) -> float:
+    return DEADLINE_SECONDS if command.deadline_seconds is None else command.deadline_seconds
+
+
+def _split(prompts: Iterable[Prompt]) -> tuple[list[str] | None, list[int], list[bytes]]:
+    """(texts, prompt_lengths, blobs) as `Generate` has them."""
+    if isinstance(prompts, str):
+        raise TypeError("prompts is one text: pass a list of prompts, or use generate_one()")
+    listed = list(prompts)
+    texts = [prompt for prompt in listed if isinstance(prompt, str)]
+    if texts and len(texts) == len(listed):
+        return texts, [], []
+    arrays = [_token_ids(prompt, index) for index, prompt in enumerate(listed)]
+    blob = np.concatenate(arrays).tobytes() if arrays else b""
+    return None, [len(array) for array in arrays], [blob]
+
+
+def _token_ids(prompt: Prompt, index: int) -> npt.NDArray[np.int32]:
+    if isinstance(prompt, str):
+        raise TypeError(f"prompt {index} is text among token ids: pass either texts or token ids")
+    array = np.asarray(prompt)
+    if array.ndim != 1:
+        raise TypeError(f"prompt {index} has {array.ndim} dimensions, not 1: pass a list of lists of token ids")
+    if array.size == 0:
+        return np.empty(0, np.int32)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"prompt {index} holds {array.dtype} values, not integer token ids")
+    if array.min() < _INT32.min or array.max() > _INT32.max:
+        raise ValueError(f"prompt {index} holds token ids outside 32 bits")
+    return array.astype("<i4")

@@ -1,0 +1,215 @@
+"""The replies to one generation as an iterator, for a task on the event loop or for a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import time
+import weakref
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Generic, Self, TypeVar
+
+from refit_protocol.messages import GenerationFinished, GenerationStarted, ResolvedSampling
+from refit_trainer.connection import Connection
+from refit_trainer.errors import RefitdError, RequestTimedOut
+from refit_trainer.inbox import Arrival, Mailbox
+from refit_trainer.stream import Delta
+
+# What the daemon's own deadline is given beyond, so that its typed error comes before our timeout.
+GRACE_SECONDS = 5.0
+
+Item = TypeVar("Item")
+
+
+class TaskMailbox:
+    """For one consumer on the event loop that fills it."""
+
+    def __init__(self) -> None:
+        self._arrived: deque[Arrival] = deque()
+        self._filled = asyncio.Event()
+
+    def put(self, arrival: Arrival) -> None:
+        self._arrived.append(arrival)
+        self._filled.set()
+
+    async def get(self, timeout_seconds: float) -> Arrival:
+        """Raises TimeoutError."""
+        if not self._arrived:
+            self._filled.clear()
+            async with asyncio.timeout(timeout_seconds):
+                await self._filled.wait()
+        return self._arrived.popleft()
+
+
+class ThreadMailbox:
+    """For one consumer in another thread."""
+
+    def __init__(self) -> None:
+        self._arrived: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+
+    def put(self, arrival: Arrival) -> None:
+        self._arrived.put(arrival)
+
+    def get(self, timeout_seconds: float) -> Arrival:
+        """Raises TimeoutError."""
+        try:
+            return self._arrived.get(timeout=max(timeout_seconds, 0.0))
+        except queue.Empty:
+            raise TimeoutError from None
+
+
+class Collected(Generic[Item]):
+    """What has arrived and was not taken yet, as the items that the consumer wants."""
+
+    def __init__(self, convert: Callable[[Delta], Item | None]) -> None:
+        self._convert = convert
+        self.ready: deque[Item] = deque()
+        self.resolved: ResolvedSampling | None = None
+        self.finished: GenerationFinished | None = None
+        self.ended = False
+
+    def take(self, arrival: Arrival) -> None:
+        """Raises the error that ended the generation."""
+        if isinstance(arrival, list):
+            self.ready.extend(item for item in map(self._convert, arrival) if item is not None)
+        elif isinstance(arrival, GenerationStarted):
+            self.resolved = arrival.resolved
+        else:
+            self.ended = True
+            if isinstance(arrival, RefitdError):
+                raise arrival
+            self.finished = arrival
+
+
+class _Replies(Generic[Item]):
+    """`resolved` says what the engine really samples with, `finished` the counts and times; both None until known.
+
+    Closing, or dropping the iterator before its end, cancels what is left.
+    """
+
+    def __init__(self, convert: Callable[[Delta], Item | None], deadline_seconds: float) -> None:
+        self._collected = Collected(convert)
+        self._deadline_seconds = deadline_seconds
+        self._give_up_at = time.monotonic() + deadline_seconds + GRACE_SECONDS
+        self._abandon: Callable[[], object] | None = None
+
+    @property
+    def resolved(self) -> ResolvedSampling | None:
+        return self._collected.resolved
+
+    @property
+    def finished(self) -> GenerationFinished | None:
+        return self._collected.finished
+
+    def close(self) -> None:
+        """Does nothing to a generation that has ended."""
+        self._collected.ended = True
+        if self._abandon is not None:
+            self._abandon()
+
+    def _remaining_seconds(self) -> float:
+        return self._give_up_at - time.monotonic()
+
+    def _timed_out(self) -> RequestTimedOut:
+        self.close()
+        return RequestTimedOut(f"the generation did not end within {self._deadline_seconds:g} s")
+
+
+class AsyncReplies(_Replies[Item]):
+    """Iterated by one task; the request is sent when the iteration begins."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        start: Callable[[Mailbox], Awaitable[int]],
+        convert: Callable[[Delta], Item | None],
+        deadline_seconds: float,
+    ) -> None:
+        super().__init__(convert, deadline_seconds)
+        self._connection = connection
+        self._start = start
+        self._mailbox = TaskMailbox()
+        self._request: int | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Item:
+        if self._request is None and not self._collected.ended:
+            self._request = await self._start(self._mailbox)
+            self._abandon = _abandoner(self, asyncio.get_running_loop(), self._connection, self._request)
+        while not self._collected.ready:
+            if self._collected.ended:
+                raise StopAsyncIteration
+            try:
+                self._collected.take(await self._mailbox.get(self._remaining_seconds()))
+            except TimeoutError:
+                raise self._timed_out() from None
+        return self._collected.ready.popleft()
+
+    async def cancel(self) -> None:
+        """Ends the outputs that are not finished with `cancelled`; the iteration goes on to its end."""
+        if self._request is not None and not self._collected.ended:
+            await self._connection.cancel(self._request, timeout_seconds=GRACE_SECONDS)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+
+class Replies(_Replies[Item]):
+    """Iterated by one thread; the request has been sent."""
+
+    def __init__(
+        self,
+        generation: tuple[Connection, int, ThreadMailbox],
+        loop: asyncio.AbstractEventLoop,
+        convert: Callable[[Delta], Item | None],
+        deadline_seconds: float,
+    ) -> None:
+        super().__init__(convert, deadline_seconds)
+        self._connection, self._request, self._mailbox = generation
+        self._loop = loop
+        self._abandon = _abandoner(self, loop, self._connection, self._request)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Item:
+        while not self._collected.ready:
+            if self._collected.ended:
+                raise StopIteration
+            try:
+                self._collected.take(self._mailbox.get(self._remaining_seconds()))
+            except TimeoutError:
+                raise self._timed_out() from None
+        return self._collected.ready.popleft()
+
+    def cancel(self) -> None:
+        """Ends the outputs that are not finished with `cancelled`; the iteration goes on to its end."""
+        if not self._collected.ended:
+            cancelling = self._connection.cancel(self._request, timeout_seconds=GRACE_SECONDS)
+            asyncio.run_coroutine_threadsafe(cancelling, self._loop).result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _abandoner(
+    replies: _Replies[Item], loop: asyncio.AbstractEventLoop, connection: Connection, request: int
+) -> Callable[[], object]:
+    """Called by hand or by the garbage collector, in whatever thread, at most once."""
+    finalizer = weakref.finalize(replies, _abandon_on_loop, loop, connection, request)
+    finalizer.atexit = False
+    return finalizer
+
+
+def _abandon_on_loop(loop: asyncio.AbstractEventLoop, connection: Connection, request: int) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(connection.abandon, request)

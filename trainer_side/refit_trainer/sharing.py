@@ -1,0 +1,134 @@
+"""Modules whose parameters lie in exported memory: opened once by a daemon, then read in place at every refit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+
+import refit_trainer.memory  # noqa: F401  (registers the CPU's backend)
+from refit_protocol.tensors import DType, SourceTensor, row_major_strides
+from refit_trainer.backends import ExportedMemory, backend_for
+from refit_trainer.errors import NotShareable
+from refit_trainer.names import bare_module, checkpoint_tensors, own_tensors
+
+_Module = TypeVar("_Module", bound=torch.nn.Module)
+
+
+class SharedModule:
+    """The export of one module: `memory` and the checkpoint tensors in it."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        tensors = own_tensors(module)
+        _check_whole(tensors)
+        backend = backend_for(_device_type(tensors))
+        self.memory: ExportedMemory = backend.share([tensor for _, tensor in tensors])
+        self.tensors = [_described(name, tensor, self.memory) for name, tensor in checkpoint_tensors(module).items()]
+        self._tensor_slots = list(_tensor_slots(module))
+        self._module_slots = list(_module_slots(module))
+
+    def changed_part(self) -> str | None:
+        """The name of a part that no longer is where it was exported, None if all are. Called before every refit."""
+        for holder, key, data_ptr in self._tensor_slots:
+            tensor = holder.get(key)
+            if tensor is None or tensor.data_ptr() != data_ptr:
+                return key
+        for modules, key, child in self._module_slots:
+            if modules.get(key) is not child:
+                return key
+        return None
+
+
+_shared: WeakKeyDictionary[torch.nn.Module, SharedModule] = WeakKeyDictionary()
+
+
+def share_parameters(module: _Module) -> _Module:
+    """Moves the parameters and persistent buffers of `module` into memory that a daemon on this machine can read.
+
+    Every Parameter object stays the same (optimisers, ties and hooks go on working), its data moves once; on the CPU
+    into one sealed memfd. Steps in place are seen by the next refit. Call it after the module is on its device and
+    in its dtype, and before the first refit. Raises `NotShareable` for parameters that are not wholly here: sharded
+    ones, or on several kinds of devices.
+    """
+    bare = bare_module(module)
+    known = _shared.get(bare)
+    if known is None or known.changed_part() is not None:
+        _shared[bare] = SharedModule(bare)
+    return module
+
+
+def unshare_parameters(module: torch.nn.Module) -> None:
+    """Closes the export of `module`, if it has one; its parameters stay valid where they are."""
+    shared = _shared.pop(bare_module(module), None)
+    if shared is not None:
+        shared.memory.close()
+
+
+def shared_module(module: torch.nn.Module) -> SharedModule | None:
+    """The export of `module`, None if it has none; raises `NotShareable` if parameters moved since."""
+    shared = _shared.get(bare_module(module))
+    if shared is not None and (part := shared.changed_part()) is not None:
+        raise NotShareable(f"{part} was replaced or moved since share_parameters(): call share_parameters() again")
+    return shared
+
+
+def dtype_of(tensor: torch.Tensor) -> DType:
+    """Raises `NotShareable` for dtypes that the wire does not know."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    try:
+        return DType(name)
+    except ValueError:
+        raise NotShareable(f"dtype {name} cannot be sent, only {', '.join(DType)}") from None
+
+
+def _check_whole(tensors: list[tuple[str, torch.Tensor]]) -> None:
+    for name, tensor in tensors:
+        if type(tensor.data) is not torch.Tensor:
+            kind = type(tensor.data).__name__
+            raise NotShareable(
+                f"{name} is a {kind}, not a whole tensor in memory: pass full tensors to refit() instead"
+            )
+
+
+def _device_type(tensors: list[tuple[str, torch.Tensor]]) -> str:
+    types = {tensor.device.type for _, tensor in tensors}
+    if len(types) != 1:
+        raise NotShareable(f"the parameters have to lie on one kind of device, not on {sorted(types) or 'none'}")
+    return types.pop()
+
+
+def _described(name: str, tensor: torch.Tensor, memory: ExportedMemory) -> SourceTensor:
+    place = memory.locate(tensor) if tensor.numel() else (0, 0)
+    assert place is not None, f"{name} was shared a moment ago"
+    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+    row_major = tensor.numel() == 0 or strides == row_major_strides(shape)
+    return SourceTensor(
+        name=name,
+        dtype=dtype_of(tensor),
+        shape=shape,
+        segment=place[0],
+        offset_bytes=place[1],
+        strides=None if row_major else strides,
+    )
+
+
+def _tensor_slots(module: torch.nn.Module) -> Iterator[tuple[Mapping[str, torch.Tensor | None], str, int]]:
+    for owner in module.modules():
+        persistent = {
+            key: value for key, value in owner._buffers.items() if key not in owner._non_persistent_buffers_set
+        }
+        for holder, tensors in ((owner._parameters, owner._parameters), (owner._buffers, persistent)):
+            for key, tensor in tensors.items():
+                if tensor is not None:
+                    yield holder, key, tensor.data_ptr()
+
+
+def _module_slots(
+    module: torch.nn.Module,
+) -> Iterator[tuple[Mapping[str, torch.nn.Module | None], str, torch.nn.Module]]:
+    for owner in module.modules():
+        for key, child in owner._modules.items():
+            if child is not None:
+                yield owner._modules, key, child
