@@ -39,7 +39,7 @@ def check_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.Te
     if not same_memory and not torch.equal(tensor, other):
         raise ProtocolError(
             ErrorCode.MANIFEST_MISMATCH,
-            f"{name} differs from {other_name}, but the engine's model ties them; send them equal, or only {other_name}",
+            f"{name} differs from {other_name}, which the model ties it to; send them equal, or only {other_name}",
             different=[name],
         )
 
@@ -73,7 +73,7 @@ class SampledComparison:
         different: list[str] = []
         for group, source_indices, target_indices in self._gathers:
             source, target = group[0].copy.source, group[0].copy.target
-            if not _same_bits(source[source_indices].to(target.dtype), target[target_indices]):
+            if not same_bits(source[source_indices].to(target.dtype), target[target_indices]):
                 different.extend(named.tensor for named in group)
         _require_none(different)
 
@@ -92,7 +92,7 @@ def arrived(copy: Copy) -> bool:
     source = view_of(copy.source, copy.transfer.source)
     target = view_of(copy.target, copy.transfer.target)
     return all(
-        _same_bits(given.to(target.dtype), held) for given, held in zip(_parts(source), _parts(target), strict=True)
+        same_bits(given.to(target.dtype), held) for given, held in zip(_parts(source), _parts(target), strict=True)
     )
 
 
@@ -101,14 +101,16 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if tensor.dim() == 0 or tensor.numel() <= CHUNK_ELEMENTS:
         yield tensor
         return
-    yield from tensor.split(max(tensor.shape[0] * CHUNK_ELEMENTS // tensor.numel(), 1))
+    rows = max(tensor.shape[0] * CHUNK_ELEMENTS // tensor.numel(), 1)
+    for row in range(0, tensor.shape[0], rows):
+        yield tensor[row : row + rows]
 
 
 def _finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     return bool(torch.isfinite(tensor.to(dtype)).all())
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(as_bits(one), as_bits(other))
 
 

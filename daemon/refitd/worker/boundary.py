@@ -19,16 +19,14 @@ Answer = dict[str, Any]
 P = ParamSpec("P")
 
 
-def answered(
-    method: Callable[Concatenate[Any, P], Answer],
-) -> Callable[Concatenate[Any, P], Answer]:
+def answered(method: Callable[Concatenate[Any, P], Answer]) -> Callable[Concatenate[Any, P], Answer]:
     """Returns `{"ok": True, ...}`, or `{"error": {code, message, details}, "wrote": bool}` whatever the method raises.
 
     `wrote` says whether any byte of the engine may have changed since the refit at hand began.
     """
 
     @functools.wraps(method)
-    def answer(self: Any, *args: P.args, **kwargs: P.kwargs) -> Answer:
+    def answer(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Answer:
         try:
             return {"ok": True, **method(self, *args, **kwargs)}
         except ProtocolError as error:

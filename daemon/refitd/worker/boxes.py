@@ -1,4 +1,4 @@
-"""Strided boxes of elements and the arithmetic a plan needs: merge their dimensions, clip them, follow other strides."""
+"""Strided boxes of elements, and the arithmetic of a plan: merge dimensions, clip to a range, follow other strides."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Transfer:
         )
 
     def clipped(self, first: int, end: int) -> list[Transfer]:
-        """The part whose source elements lie in `[first, end)`, as few boxes; needs a merged transfer (see `can_clip`)."""
+        """The part whose source elements lie in `[first, end)`, as few boxes; only if merged and `can_clip`."""
         lower, upper = first - self.source.offset, end - self.source.offset
         return [
             self._part(starts, sizes) for starts, sizes in _clip(self.source.sizes, self.source.strides, lower, upper)
@@ -79,7 +79,7 @@ class Transfer:
 
     @property
     def can_clip(self) -> bool:
-        """Whether each step of an outer dimension leaves the inner ones behind, so that a flat range meets few boxes."""
+        """Whether a step of an outer dimension always leaves the inner ones behind, so that a range meets few boxes."""
         sizes, strides = self.source.sizes, self.source.strides
         return all(Box(0, sizes[d + 1 :], strides[d + 1 :]).span <= strides[d] for d in range(len(sizes)))
 
@@ -151,7 +151,7 @@ def _follow_dimension(
 def _clip(
     sizes: tuple[int, ...], strides: tuple[int, ...], lower: int, upper: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(starts, sizes) of sub-boxes that together hold the elements at distance `[lower, upper)` from the box's first."""
+    """(starts, sizes) of sub-boxes that hold the elements at distance `[lower, upper)` from the box's first."""
     if not sizes:
         if lower <= 0 < upper:
             yield (), ()

@@ -7,11 +7,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from refitd.worker.attest import check_every_element, check_finite, check_same, different_tensors
+from refitd.worker.attest import check_every_element, check_finite, check_same
+from refitd.worker.proof import load_and_prove, prove_by_reload
 from refitd.worker.sources import CompiledSource, InplaceSource
 from refitd.worker.weights import EngineWeights, torch_dtype
-
-DIFFERS_FROM_LOADER = "vLLM's loader puts other bytes there than a plain copy"
 
 
 class Attest(StrEnum):
@@ -51,14 +50,20 @@ def require_finite(weights: EngineWeights, source: InplaceSource, compiled: Comp
 
 
 def write(weights: EngineWeights, source: InplaceSource, compiled: CompiledSource) -> CompiledSource:
-    """Returns what was done. The first time, vLLM's own loader writes the weights and the plan has to agree with it."""
-    if source.proven or not compiled.names >= source.tensors.keys():
+    """One pass over the bytes; returns what was done.
+
+    The first time, vLLM's own loader writes the weights and the plan has to agree with it.
+    """
+    complete = compiled.names >= source.tensors.keys()
+    if complete and not source.proven:
+        load_and_prove(weights, source, compiled)
+        compiled = source.compiled(weights, None)
+    else:
         compiled.program.run()
         if compiled.loader_tensors:
             weights.load((name, source.view(name)) for name in compiled.loader_tensors)
-    else:
-        _load_and_prove(weights, source, compiled)
-        compiled = source.compiled(weights, None)
+        if weights.proven_plan is not weights.plan:
+            prove_by_reload(weights)
     weights.after_write()
     return compiled
 
@@ -69,16 +74,3 @@ def attest(compiled: CompiledSource, how: Attest) -> None:
         compiled.comparison.check()
     elif how is Attest.FULL:
         check_every_element(compiled.copies)
-
-
-def _load_and_prove(weights: EngineWeights, source: InplaceSource, compiled: CompiledSource) -> None:
-    plan = weights.plan
-    aliases = weights.aliases
-    weights.load(
-        (name, source.view(name)) for name in compiled.names if name not in aliases and name not in plan.unused
-    )
-    different = different_tensors(compiled.copies)
-    modules = {route.module: DIFFERS_FROM_LOADER for name in different for route in plan.routes[name]}
-    if modules:
-        weights.demote(modules)
-    source.proven = True

@@ -20,8 +20,10 @@ MAX_THREADS = 8
 
 @dataclass(frozen=True)
 class Copy:
-    """Elements of `source` to elements of `target`; both tensors are one-dimensional and contiguous, the boxes count their
-    elements, and a different dtype means a cast."""
+    """Elements of `source` to elements of `target`, cast where the dtypes differ.
+
+    Both tensors are one-dimensional and contiguous; the boxes count their elements.
+    """
 
     source: torch.Tensor
     target: torch.Tensor
@@ -81,6 +83,14 @@ def lane_count() -> int:
 def _copy_all(lane: list[_Pair]) -> None:
     for target, source in lane:
         np.copyto(target, source)
+
+
+def copy_on_this_thread(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Between tensors of one shape and dtype, without the threads the engine computes with."""
+    if target.device.type == "cpu" and source.device.type == "cpu":
+        np.copyto(_as_numpy(target), _as_numpy(source))
+    else:
+        target.copy_(source)
 
 
 def _spread(pairs: list[_Pair]) -> list[list[_Pair]]:
@@ -147,4 +157,4 @@ _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _as_numpy(tensor: torch.Tensor) -> NDArray[np.generic]:
-    return tensor.view(_SAME_WIDTH[tensor.element_size()]).numpy()
+    return tensor.detach().view(_SAME_WIDTH[tensor.element_size()]).numpy()

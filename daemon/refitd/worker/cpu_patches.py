@@ -1,32 +1,92 @@
 """Keeps vLLM's CPU weights where a refit can write them.
 
-vLLM packs linear and expert weights for its CPU kernels and drops or replaces the plain ones, so that a later update either
-fails or leaves the packed copy stale. These patches keep the plain parameters: linear layers use them directly; experts
-keep a packed shadow beside them, which `repack_experts` renews after an update. They must be in place before the model
-loads, which is why the worker extension applies them at its import.
+vLLM packs linear and expert weights for its CPU kernels and drops or replaces the plain ones, so that a later update
+either fails or leaves the packed copy stale. These patches keep the plain parameters: linear layers use them directly,
+experts keep a packed shadow beside them, which `repack_experts` renews after an update. They must be in place before
+the model loads, which is why the worker extension applies them at its import.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import torch
+from vllm.model_executor.kernels.linear.zentorch_utils import is_zentorch_moe_supported
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.platforms import current_platform
 
-_pack_for_kernel = utils.dispatch_cpu_unquantized_gemm
+_EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
+
+_pack_linear = utils.dispatch_cpu_unquantized_gemm
 _pack_experts = cpu_moe.CPUUnquantizedExperts.process_weights_after_loading
-_apply_experts = cpu_moe.CPUUnquantizedExperts.apply
+_apply_experts: Callable[..., None] = cpu_moe.CPUUnquantizedExperts.apply
 
 
 def apply_cpu_patches() -> None:
     """Does nothing on other devices; may be called again."""
     if not current_platform.is_cpu():
         return
-    utils.dispatch_cpu_unquantized_gemm = _keep_plain
+    _replace(utils, "dispatch_cpu_unquantized_gemm", _keep_linear_plain)
+    _replace(cpu_moe.CPUUnquantizedExperts, "process_weights_after_loading", _keep_experts_plain)
+    _replace(cpu_moe.CPUUnquantizedExperts, "apply", _apply_packed_experts)
 
 
-def _keep_plain(layer: torch.nn.Module, remove_weight: bool) -> None:
+def repack_experts(model: torch.nn.Module) -> None:
+    """Makes the packed shadows follow the plain expert weights; must run after every write to them."""
+    for layer, experts in _patched_experts(model):
+        _pack_beside(experts, layer)
+
+
+def has_packed_experts(module: torch.nn.Module) -> bool:
+    """Whether the module's expert weights are packed themselves, without plain ones beside them."""
+    experts = _cpu_experts(module)
+    return experts is not None and not experts._use_zentorch and not hasattr(experts, "refitd_packed")
+
+
+def _replace(owner: object, name: str, replacement: Callable[..., None]) -> None:
+    setattr(owner, name, replacement)
+
+
+def _keep_linear_plain(layer: Any, remove_weight: bool) -> None:
     if layer.weight.ndim == 2:
         layer.cpu_linear = torch.nn.functional.linear
     else:
-        _pack_for_kernel(layer, remove_weight)
+        _pack_linear(layer, remove_weight)
+
+
+def _keep_experts_plain(experts: Any, layer: Any) -> None:
+    # Padding also replaces the data of a bias, where no shadow can stand in for it.
+    if hasattr(layer, "w13_bias") or is_zentorch_moe_supported(layer):
+        _pack_experts(experts, layer)
+    else:
+        _pack_beside(experts, layer)
+
+
+def _pack_beside(experts: Any, layer: Any) -> None:
+    plain = {name: getattr(layer, name) for name in _EXPERT_WEIGHTS}
+    _pack_experts(experts, layer)
+    experts.refitd_packed = {name: getattr(layer, name).data for name in _EXPERT_WEIGHTS}
+    for name, parameter in plain.items():
+        setattr(layer, name, parameter)
+
+
+def _apply_packed_experts(experts: Any, *args: Any, w1: torch.Tensor, w2: torch.Tensor, **kwargs: Any) -> None:
+    packed = getattr(experts, "refitd_packed", None)
+    if packed is not None:
+        w1, w2 = packed["w13_weight"], packed["w2_weight"]
+    _apply_experts(experts, *args, w1=w1, w2=w2, **kwargs)
+
+
+def _patched_experts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Any]]:
+    for layer in model.modules():
+        experts = _cpu_experts(layer)
+        if experts is not None and hasattr(experts, "refitd_packed"):
+            yield layer, experts
+
+
+def _cpu_experts(layer: torch.nn.Module) -> Any:
+    kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+    experts = getattr(kernel, "fused_experts", None)
+    return experts if isinstance(experts, cpu_moe.CPUUnquantizedExperts) else None

@@ -1,4 +1,4 @@
-"""The digest of what the engine serves, read from its own memory through the plan (`refit_protocol.digest` defines it)."""
+"""The digest of what the engine serves, read from its memory through the plan; `refit_protocol.digest` defines it."""
 
 from __future__ import annotations
 
@@ -127,8 +127,10 @@ class _SampledSum:
 
 
 def _groups(weights: EngineWeights, routes: Iterable[Route]) -> Mapping[str, list[Route]]:
-    """Routes that take the same fraction of their tensors together under a key that names exactly these elements: what is
-    replicated between ranks is replicated group by group."""
+    """Routes that take the same fraction of their tensors, under a key that names exactly these elements.
+
+    What is replicated between ranks is then replicated group by group.
+    """
     by_fraction: dict[tuple[float, float], list[Route]] = defaultdict(list)
     for route in routes:
         whole = prod(weights.expected[route.tensor].shape)

@@ -1,12 +1,13 @@
 """The refit calls of a vLLM worker.
 
-vLLM appends this class to the bases of its worker (`worker_extension_cls`), never calls its constructor, and imports this
-module before the model loads. Arguments and answers are message-pack natives; no method raises (see `boundary`).
+vLLM appends this class to the bases of its worker (`worker_extension_cls`), never calls its constructor, and imports
+this module before the model loads. Arguments and answers are message-pack natives; no method raises (see `boundary`).
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,43 +15,81 @@ import torch
 
 from refit_protocol.digest import DigestMode, combine_parts
 from refit_protocol.errors import ErrorCode, ProtocolError
-from refit_protocol.tensors import Segment, SourceTensor
+from refit_protocol.tensors import BucketPiece, Segment, SourceTensor, TensorShape
 from refitd.worker import commit
+from refitd.worker.attest import check_finite as require_finite
 from refitd.worker.boundary import Answer, answered
+from refitd.worker.buckets import BucketRefit, BucketSource
+from refitd.worker.commit import Attest, Clock
 from refitd.worker.cpu_patches import apply_cpu_patches
 from refitd.worker.digest import DigestReader
+from refitd.worker.keep import Keeper
+from refitd.worker.proof import prove_by_reload
 from refitd.worker.sources import InplaceSource, Segments
 from refitd.worker.weights import EngineWeights
+
+KEEP_TIMEOUT_SECONDS = 60.0
 
 apply_cpu_patches()
 
 
 class _State:
-    """What a worker keeps between calls."""
+    """What a worker keeps between calls. `wrote`: a refit that has not finished may have changed the engine."""
 
     def __init__(self, weights: EngineWeights) -> None:
         self.weights = weights
-        self.sources: dict[str, InplaceSource] = {}
-        self.digests = DigestReader(weights)
+        self.sources: dict[int | str, InplaceSource | BucketSource] = {}
+        self.refit: BucketRefit | None = None
+        self.keeper = Keeper()
         self.wrote = False
+        self._digests = DigestReader(weights)
 
-    def source(self, source_id: str) -> InplaceSource:
-        found = self.sources.get(source_id)
-        if found is None:
-            raise ProtocolError(ErrorCode.UNKNOWN_SOURCE, f"there is no open source {source_id}")
-        return found
+    def before_write(self) -> None:
+        """Whoever still reads the weights as they are is waited for."""
+        self.keeper.wait(KEEP_TIMEOUT_SECONDS)
+        self.wrote = True
+
+    def inplace(self, source_id: int | str) -> InplaceSource:
+        source = self.sources.get(source_id)
+        if not isinstance(source, InplaceSource):
+            raise ProtocolError(ErrorCode.UNKNOWN_SOURCE, f"there is no open in-place source {source_id}")
+        return source
+
+    def buckets(self, source_id: int | str) -> BucketSource:
+        source = self.sources.get(source_id)
+        if not isinstance(source, BucketSource):
+            raise ProtocolError(ErrorCode.UNKNOWN_SOURCE, f"there is no open bucket source {source_id}")
+        return source
+
+    def refit_under_way(self) -> BucketRefit:
+        if self.refit is None:
+            raise ProtocolError(ErrorCode.UNKNOWN_REFIT, "no bucket refit is under way")
+        return self.refit
+
+    def close(self, source_id: int | str) -> bool:
+        source = self.sources.pop(source_id, None)
+        if source is None:
+            return False
+        self.refit = None
+        source.close()
+        return True
 
     def digest(self, mode: DigestMode) -> dict[str, Any]:
-        if self.digests.plan is not self.weights.plan:
-            self.digests = DigestReader(self.weights)
-        parts = self.digests.parts(mode)
-        return {"digest": combine_parts([parts]), "digest_parts": parts, "digest_mode": mode.value}
+        if self._digests.plan is not self.weights.plan:
+            self._digests = DigestReader(self.weights)
+        parts = self._digests.parts(mode)
+        return {"digest": combine_parts([parts]), "digest_parts": parts}
+
+    def attested_digest(self, how: Attest) -> dict[str, Any]:
+        if how is Attest.OFF:
+            return {"digest": None, "digest_parts": {}}
+        return self.digest(DigestMode(how.value))
 
 
 class RefitWorkerExtension:
     """Methods for `collective_rpc`; every attribute starts with `refitd_`, because the worker has its own."""
 
-    refitd_state_of_worker: _State | None = None
+    refitd_kept_state: _State | None = None
 
     if TYPE_CHECKING:
         model_runner: Any
@@ -60,87 +99,92 @@ class RefitWorkerExtension:
 
     @answered
     def refitd_describe(self) -> Answer:
-        """`{rank, device, device_uuid, pid, dtype, bytes, manifest: [{name, dtype, shape, optional, alias_of, digested}]}`.
-
-        `digested` says whether the tensor counts in the digest of what is served.
-        """
-        weights = self._refitd_state().weights
-        parameters = weights.parameters.values()
+        """`{rank, device, device_uuid, pid, dtype, bytes, manifest: [{name, dtype, shape, optional, alias_of}]}`."""
+        weights = self.refitd_state().weights
         return {
             "rank": self.rank,
             "device": weights.device.type,
             "device_uuid": _device_uuid(weights.device),
             "pid": os.getpid(),
-            "dtype": str(self.vllm_config.model_config.dtype).removeprefix("torch."),
-            "bytes": sum(parameter.nbytes for parameter in parameters),
-            "manifest": [
-                {**msgspec.to_builtins(expected), "digested": name in weights.plan.routes}
-                for name, expected in weights.expected.items()
-            ],
+            "dtype": str(weights.model_dtype).removeprefix("torch."),
+            "bytes": sum(parameter.nbytes for parameter in weights.model.parameters()),
+            "manifest": [msgspec.to_builtins(expected) for expected in weights.expected.values()],
         }
+
+    # --- sources ------------------------------------------------------------------------------------------------------
 
     @answered
     def refitd_open_source(
         self,
-        source_id: str,
+        source_id: int | str,
         kind: str,
         segments: list[dict[str, Any]],
         tensors: list[dict[str, Any]],
         plan: str = "auto",
     ) -> Answer:
-        """Maps the segments and prepares the copies: `{path, planned, loader_tensors: [{name, why}], bytes}`.
+        """Maps the segments: `{path, planned, loader_tensors: [{name, why}], bytes}`; nothing of the engine is written.
 
-        Nothing of the engine is written. Errors: `manifest_mismatch`, `memory_unavailable`, `plan_required`, `unsupported`.
+        Errors: `manifest_mismatch`, `memory_unavailable`, `plan_required`, `unsupported`.
         """
-        state = self._refitd_state()
+        state = self.refitd_state()
         state.wrote = False
         described = msgspec.convert(tensors, list[SourceTensor])
-        state.weights.check_manifest(described)
+        if kind == "inplace":
+            state.weights.check_manifest(described)
         mapped = Segments(msgspec.convert(segments, list[Segment]), state.weights.device)
         try:
-            source = InplaceSource(mapped, described, planned=plan != "off")
-            compiled = source.compiled(state.weights, None)
-            if plan == "require" and compiled.loader_tensors:
-                raise _plan_required(compiled.loader_tensors)
+            source, answer = _opened(state.weights, kind, mapped, described, plan)
         except BaseException:
             mapped.close()
             raise
-        self.refitd_close_source(source_id)
+        state.close(source_id)
         state.sources[source_id] = source
-        return {
-            "path": compiled.path,
-            "planned": len({named.tensor for named in compiled.copies}),
-            "loader_tensors": _listed(compiled.loader_tensors),
-            "bytes": compiled.program.size_bytes,
-        }
+        return answer
+
+    @answered
+    def refitd_close_source(self, source_id: int | str) -> Answer:
+        """Unmaps, and forgets a bucket refit under way; closing what is not open does nothing."""
+        return {"closed": self.refitd_state().close(source_id)}
+
+    @answered
+    def refitd_close_all(self) -> Answer:
+        """Unmaps every source."""
+        state = self.refitd_state()
+        for source_id in list(state.sources):
+            state.close(source_id)
+        return {}
+
+    # --- in place -----------------------------------------------------------------------------------------------------
 
     @answered
     def refitd_commit(
-        self, source_id: str, only: list[str] | None = None, attest: str = "sampled", check_finite: bool = False
+        self,
+        source_id: int | str,
+        only: list[str] | None = None,
+        attest: str = "sampled",
+        check_finite: bool = False,
     ) -> Answer:
-        """Writes the source's present values: `{bytes, tensors, path, loader_tensors, milliseconds, digest, digest_parts}`.
+        """Writes the present values: `{bytes, tensors, path, loader_tensors, milliseconds, digest, digest_parts}`.
 
-        Errors before the first byte: `unknown_source`, `manifest_mismatch`, `not_finite`; after it: `attest_failed`,
-        `refit_failed`.
+        Errors before the first byte: `unknown_source`, `manifest_mismatch`, `plan_required`, `not_finite`; after it:
+        `attest_failed`, `refit_failed`.
         """
-        state = self._refitd_state()
+        state = self.refitd_state()
         state.wrote = False
-        clock = commit.Clock()
-        weights, source = state.weights, state.source(source_id)
+        clock, weights, source = Clock(), state.weights, state.inplace(source_id)
         compiled = commit.validate(weights, source, only)
-        clock.lap("validate")
         if check_finite:
             commit.require_finite(weights, source, compiled)
-            clock.lap("finite")
-        state.wrote = True
+        clock.lap("validate")
+        state.before_write()
         compiled = commit.write(weights, source, compiled)
         clock.lap("copy")
-        commit.attest(compiled, commit.Attest(attest))
-        digest = state.digest(DigestMode.FULL if attest == "full" else DigestMode.SAMPLED)
+        commit.attest(compiled, Attest(attest))
+        digest = state.attested_digest(Attest(attest))
         clock.lap("attest")
         state.wrote = False
         return {
-            "bytes": compiled.program.size_bytes,
+            "bytes": compiled.size_bytes,
             "tensors": len(compiled.names),
             "path": compiled.path,
             "loader_tensors": _listed(compiled.loader_tensors),
@@ -148,45 +192,153 @@ class RefitWorkerExtension:
             **digest,
         }
 
-    @answered
-    def refitd_close_source(self, source_id: str) -> Answer:
-        """Unmaps; closing a source that is not open does nothing."""
-        source = self._refitd_state().sources.pop(source_id, None)
-        if source is not None:
-            source.close()
-        return {"closed": source is not None}
+    # --- buckets ------------------------------------------------------------------------------------------------------
 
     @answered
-    def refitd_close_all(self) -> Answer:
-        """Unmaps every source."""
-        sources = self._refitd_state().sources
-        while sources:
-            sources.popitem()[1].close()
-        return {}
+    def refitd_begin(
+        self, source_id: int | str, tensors: list[dict[str, Any]], only: list[str] | None = None, plan: str = "auto"
+    ) -> Answer:
+        """Validates what will come, all of it unless `only` is given: `{path, loader_tensors}`. Nothing is written."""
+        state = self.refitd_state()
+        state.wrote = False
+        source = state.buckets(source_id)
+        shapes = msgspec.convert(tensors, list[TensorShape])
+        announced = source.announce(state.weights, shapes, partial=only is not None, planned=plan != "off")
+        if plan == "require" and announced.loader_tensors:
+            raise _plan_required(announced.loader_tensors)
+        state.refit = BucketRefit(state.weights, source, announced)
+        return {"path": announced.path, "loader_tensors": _listed(announced.loader_tensors)}
+
+    @answered
+    def refitd_apply_bucket(self, bucket: int, pieces: list[dict[str, Any]]) -> Answer:
+        """Copies a bucket into the engine, after which it may be overwritten: `{bytes}`.
+
+        Errors: `invalid_descriptor` for elements that came before; this bucket has then not been read.
+        """
+        state = self.refitd_state()
+        refit = state.refit_under_way()
+        layout = tuple(msgspec.convert(pieces, list[BucketPiece]))
+        refit.accept(layout)
+        state.before_write()
+        return {"bytes": refit.copy(bucket, layout)}
+
+    @answered
+    def refitd_finish(self, attest: str = "sampled", check_finite: bool = False) -> Answer:
+        """Completes a bucket refit; answers like `refitd_commit`.
+
+        Errors: `manifest_mismatch` for tensors that did not come whole, `not_finite`, `refit_failed`.
+        """
+        state = self.refitd_state()
+        refit, clock, weights = state.refit_under_way(), Clock(), state.weights
+        refit.require_complete()
+        clock.lap("validate")
+        state.before_write()
+        refit.load_staged()
+        if weights.proven_plan is not weights.plan:
+            prove_by_reload(weights)
+        weights.after_write()
+        clock.lap("copy")
+        if check_finite:
+            parameters = weights.model.named_parameters()
+            require_finite((name, parameter, parameter.dtype) for name, parameter in parameters)
+        digest = state.attested_digest(Attest(attest))
+        clock.lap("attest")
+        state.wrote, state.refit = False, None
+        return {
+            "bytes": refit.size_bytes,
+            "tensors": len(refit.announced.tensors),
+            "path": refit.announced.path,
+            "loader_tensors": _listed(refit.announced.loader_tensors),
+            "milliseconds": clock.milliseconds,
+            **digest,
+        }
+
+    @answered
+    def refitd_abort(self) -> Answer:
+        """Forgets the bucket refit under way; `{wrote}` says whether it has changed the engine."""
+        state = self.refitd_state()
+        state.refit = None
+        return {"wrote": state.wrote}
+
+    # --- what is served -----------------------------------------------------------------------------------------------
 
     @answered
     def refitd_digest(self, mode: str = "sampled") -> Answer:
-        """Of what is served now: `{digest, digest_parts, digest_mode}`."""
-        return self._refitd_state().digest(DigestMode(mode))
+        """Of what is served now: `{digest, digest_parts}`."""
+        return self.refitd_state().digest(DigestMode(mode))
+
+    @answered
+    def refitd_keep_last(self, mode: str) -> Answer:
+        """`host` starts to copy what is served now to host memory, in the background; `none` frees that memory.
+
+        To be called once every rank has committed, so that all ranks keep the same version.
+        """
+        state = self.refitd_state()
+        if mode == "none":
+            state.keeper.drop()
+        else:
+            state.keeper.save(state.weights.kept_tensors())
+        return _keep_status(state.keeper)
+
+    @answered
+    def refitd_keep_status(self) -> Answer:
+        """`{state: off | saving | saved | failed, bytes}`."""
+        return _keep_status(self.refitd_state().keeper)
+
+    @answered
+    def refitd_restore(self) -> Answer:
+        """Puts back, bit for bit, what was kept: `{digest, digest_parts}`; or `nothing_to_restore` before any write."""
+        state = self.refitd_state()
+        state.keeper.wait(KEEP_TIMEOUT_SECONDS)
+        state.keeper.restore(state.weights.kept_tensors())
+        state.weights.after_write()
+        state.wrote, state.refit = False, None
+        return state.digest(DigestMode.SAMPLED)
 
     def refitd_wrote(self) -> bool:
         """Whether a refit that did not finish may have changed the engine's weights."""
-        return self.refitd_state_of_worker is not None and self.refitd_state_of_worker.wrote
+        return self.refitd_kept_state is not None and self.refitd_kept_state.wrote
 
-    def _refitd_state(self) -> _State:
-        if self.refitd_state_of_worker is None:
-            self.refitd_state_of_worker = _State(EngineWeights(self.model_runner, self.vllm_config, self.device))
-        return self.refitd_state_of_worker
+    def refitd_state(self) -> _State:
+        """Made at the first call, because vLLM calls no constructor; true to where the parameters lie now."""
+        if self.refitd_kept_state is None:
+            self.refitd_kept_state = _State(EngineWeights(self.model_runner, self.vllm_config, self.device))
+        self.refitd_kept_state.weights.refresh()
+        return self.refitd_kept_state
+
+
+def _opened(
+    weights: EngineWeights, kind: str, mapped: Segments, tensors: list[SourceTensor], plan: str
+) -> tuple[InplaceSource | BucketSource, Answer]:
+    if kind == "bucket":
+        loader_tensors = _listed(weights.plan.loader_only)
+        path = "mixed" if loader_tensors else "plan"
+        answer = {"path": path, "planned": len(weights.plan.routes), "loader_tensors": loader_tensors, "bytes": 0}
+        return BucketSource(mapped, planned=plan != "off"), answer
+    source = InplaceSource(mapped, tensors, planned=plan != "off")
+    compiled = source.compiled(weights, None)
+    if plan == "require" and compiled.loader_tensors:
+        raise _plan_required(compiled.loader_tensors)
+    return source, {
+        "path": compiled.path,
+        "planned": len({named.tensor for named in compiled.copies}),
+        "loader_tensors": _listed(compiled.loader_tensors),
+        "bytes": compiled.size_bytes,
+    }
+
+
+def _keep_status(keeper: Keeper) -> Answer:
+    return {"state": keeper.state.value, "bytes": keeper.size_bytes}
 
 
 def _device_uuid(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
-def _listed(loader_tensors: dict[str, str] | Any) -> list[dict[str, str]]:
+def _listed(loader_tensors: Mapping[str, str]) -> list[dict[str, str]]:
     return [{"name": name, "why": why} for name, why in loader_tensors.items()]
 
 
-def _plan_required(loader_tensors: Any) -> ProtocolError:
+def _plan_required(loader_tensors: Mapping[str, str]) -> ProtocolError:
     message = f"{len(loader_tensors)} tensors cannot be planned, and the plan is required"
     return ProtocolError(ErrorCode.PLAN_REQUIRED, message, loader_tensors=_listed(loader_tensors))

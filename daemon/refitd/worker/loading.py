@@ -1,4 +1,4 @@
-"""vLLM's own ways to load weights, as far as a refit uses them."""
+"""vLLM's own ways to load weights, as far as a refit uses them, and what it keeps besides plain parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+
+from refitd.worker.cpu_patches import has_packed_experts
 
 _PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
 
@@ -30,6 +32,19 @@ def opaque_modules(model: torch.nn.Module, use_mla: bool) -> dict[str, str]:
         method = getattr(module, "quant_method", None)
         if method is not None and not isinstance(method, _PLAIN_METHODS):
             found[name] = f"its weights are processed by {type(method).__name__}"
+        elif has_packed_experts(module):
+            found[name] = "its expert weights are packed for the CPU"
         elif use_mla and name.endswith(".kv_b_proj"):
             found[name] = "latent attention derives other matrices from it"
     return found
+
+
+def tied_heads(model: torch.nn.Module) -> dict[str, str]:
+    """Heads that are the embedding too: `{"lm_head.weight": "model.embed_tokens.weight"}`, in the engine's names."""
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    heads = {
+        f"{name}.weight": first_names.get(id(getattr(module, "weight", None)))
+        for name, module in model.named_modules()
+        if isinstance(module, ParallelLMHead)
+    }
+    return {head: first for head, first in heads.items() if first is not None and first != head}

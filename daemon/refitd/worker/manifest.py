@@ -1,4 +1,4 @@
-"""The checkpoint tensors vLLM's loader expects: names and shapes, from the checkpoint's headers or from the architecture."""
+"""The checkpoint tensors vLLM's loader expects, from the checkpoint's headers or else from the architecture."""
 
 from __future__ import annotations
 

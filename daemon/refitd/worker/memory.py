@@ -20,7 +20,7 @@ _STAT_BLOCK_BYTES = 512
 
 
 class Mapping(Protocol):
-    """A segment mapped into this process: `data` is a one-dimensional uint8 tensor of all its bytes, never to be written."""
+    """A segment in this process's address space; `data` is all its bytes as one uint8 tensor, never to be written."""
 
     @property
     def data(self) -> torch.Tensor: ...
@@ -74,7 +74,7 @@ def _open_descriptor(segment: MemfdSegment) -> int:
     except FileNotFoundError as error:
         raise _unavailable(segment, "is not open there; the process is gone or in another PID namespace") from error
     except PermissionError as error:
-        hint = "may not be opened; run trainer and daemon as one user and leave the trainer dumpable (prctl PR_SET_DUMPABLE)"
+        hint = "may not be opened: run trainer and daemon as one user, and leave the trainer dumpable (PR_SET_DUMPABLE)"
         raise _unavailable(segment, hint) from error
     except OSError as error:
         raise _unavailable(segment, f"cannot be opened: {error.strerror}") from error

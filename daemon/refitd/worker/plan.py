@@ -1,7 +1,7 @@
 """The plan: which elements of which checkpoint tensor go to which elements of which engine parameter.
 
-A plan belongs to the engine, not to a source: it counts row-major elements of checkpoint tensors, and sources bring their
-own offsets, strides and dtypes. It is compiled once from a trace of vLLM's loader.
+A plan belongs to the engine, not to a source: it counts row-major elements of checkpoint tensors, and sources bring
+their own offsets, strides and dtypes. It is compiled once from a trace of vLLM's loader.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Route:
 class Plan:
     """`routes` by checkpoint tensor; `loader_only` names tensors that must go through vLLM's loader, and why.
 
-    `aliases` names tensors that the loader would put where another one already is (tied heads), `unused` those it ignores.
-    `addresses` are those of the planned parameters when the plan was made; `module_tensors` are the tensors that fill the
-    same modules as a tensor does.
+    `aliases` names tensors that the loader would put where another one already is (tied heads), `unused` those it
+    ignores. `addresses` are those of the planned parameters when the plan was made; `module_tensors` are the tensors
+    that fill the same modules as a tensor does.
     """
 
     routes: Mapping[str, tuple[Route, ...]]
@@ -47,12 +47,6 @@ class Plan:
     unused: frozenset[str]
     addresses: Mapping[str, int]
     module_tensors: Mapping[str, frozenset[str]]
-
-    def has_moved(self, parameters: Mapping[str, torch.Tensor]) -> bool:
-        """Whether any planned parameter is gone or lies elsewhere than when the plan was made."""
-        return any(
-            name not in parameters or parameters[name].data_ptr() != address for name, address in self.addresses.items()
-        )
 
     def check_whole_modules(self, loader_tensors: Collection[str], selected: Collection[str]) -> None:
         """Raises `plan_required` if vLLM's loader would get only some of a module's tensors and so break the module."""
@@ -76,8 +70,8 @@ def compile_plan(
 ) -> Plan:
     """Keeps the parameters that plain copies (and constant padding) cover element for element exactly once.
 
-    `opaque_modules` names modules whose parameters never count as plain, and why. A module is planned as a whole or not at
-    all, because vLLM's layerwise reload fills a module as a whole.
+    `opaque_modules` names modules whose parameters never count as plain, and why. A module is planned as a whole or not
+    at all, because vLLM's layerwise reload fills a module as a whole.
     """
     names = list(tensors)
     if trace.failure is not None:

@@ -60,6 +60,7 @@ class CompiledSource:
     program: CopyProgram
     comparison: SampledComparison
     loader_tensors: Mapping[str, str]
+    size_bytes: int
 
     @property
     def path(self) -> str:
@@ -107,7 +108,7 @@ class InplaceSource:
         self._segments.close()
 
     def transfer(self, route: Route) -> Transfer:
-        """The route with its source counted in elements of `flat`; raises `unsupported` for strides no box can follow."""
+        """The route, its source counted in elements of `flat`; raises `unsupported` for strides no box can follow."""
         tensor = self.tensors[route.tensor]
         split = split_like(route.transfer, tensor.shape)
         box = follow_strides(split.source, tensor.shape, tensor.resolved_strides)
@@ -128,14 +129,16 @@ class InplaceSource:
         plan.check_whole_modules(loader_tensors, names)
         routes = [route for name in names if name not in loader_tensors for route in plan.routes.get(name, ())]
         copies = tuple(self._named_copy(weights, route) for route in routes)
+        program = CopyProgram([named.copy for named in copies])
         by_route = dict(zip(routes, copies, strict=True))
         return CompiledSource(
             plan=plan,
             names=frozenset(names),
             copies=copies,
-            program=CopyProgram([named.copy for named in copies]),
+            program=program,
             comparison=SampledComparison([(by_route[s.route], s.ordinals) for s in samples(weights, routes)]),
             loader_tensors=loader_tensors,
+            size_bytes=program.size_bytes + sum(self.tensors[name].size_bytes for name in loader_tensors),
         )
 
     def _named_copy(self, weights: EngineWeights, route: Route) -> NamedCopy:

@@ -21,7 +21,7 @@ _FILLS = {_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default}
 
 @dataclass(frozen=True)
 class TracedCopy:
-    """The loader copied elements of the row-major checkpoint tensor `tensor` into elements of the parameter `parameter`."""
+    """The loader copied elements of the row-major checkpoint tensor into elements of the engine's parameter."""
 
     tensor: str
     parameter: str
@@ -52,7 +52,7 @@ def trace_loader(model: torch.nn.Module, tensors: Iterable[tuple[str, tuple[int,
 
 class _LoadRecorder(TorchDispatchMode):
     def __init__(self, parameters: dict[str, torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self.current = ""
         self._parameters = {_storage(parameter): (name, parameter) for name, parameter in parameters.items()}
@@ -84,7 +84,7 @@ class _LoadRecorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _record(self, func: Any, name: str, parameter: torch.Tensor, args: tuple[Any, ...]) -> None:
-        target = _box(args[0], parameter.storage_offset())
+        target = _box(args[0], int(parameter.storage_offset()))
         if func is _aten.copy_.default:
             self._record_copy(name, target, args[0], args[1])
         elif func in _FILLS and self.current not in self._numbers_read:
@@ -107,8 +107,8 @@ class _LoadRecorder(TorchDispatchMode):
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _box(tensor: torch.Tensor, base: int) -> Box:
-    return Box(tensor.storage_offset() - base, tuple(tensor.shape), tensor.stride())
+    return Box(int(tensor.storage_offset()) - base, tuple(tensor.shape), tensor.stride())

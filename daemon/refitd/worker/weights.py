@@ -11,7 +11,8 @@ from vllm.config import VllmConfig, set_current_vllm_config
 
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.tensors import FLOAT_DTYPES, DType, SourceTensor, TensorShape
-from refitd.worker.loading import opaque_modules, reload
+from refitd.worker.cpu_patches import repack_experts
+from refitd.worker.loading import opaque_modules, reload, tied_heads
 from refitd.worker.manifest import Shapes, checkpoint_shapes
 from refitd.worker.plan import Plan, compile_plan
 from refitd.worker.trace import Trace, trace_loader
@@ -21,7 +22,7 @@ MAX_NAMES_IN_DETAILS = 100
 
 @dataclass(frozen=True)
 class Expected:
-    """A checkpoint tensor; `dtype` is what the engine keeps it in. `alias_of` names the tensor whose memory it shares."""
+    """A checkpoint tensor; `dtype` is what the engine keeps it in, `alias_of` the one it shares memory with there."""
 
     name: str
     dtype: DType
@@ -31,43 +32,87 @@ class Expected:
 
 
 class EngineWeights:
-    """Owns the plan; recompiles it when the engine's parameters moved."""
+    """Owns the plan, and everything that follows from where the engine's parameters lie; `refresh` keeps it true."""
+
+    plan: Plan
+    expected: Mapping[str, Expected]
+    aliases: Mapping[str, str]
+    """Tensors that share another one's parameter, with that one's name."""
 
     def __init__(self, model_runner: Any, vllm_config: VllmConfig, device: torch.device) -> None:
         self.device = device
+        self.proven_plan: Plan | None = None
         self._model_runner = model_runner
         self._vllm_config = vllm_config
         self._shapes: Shapes | None = None
-        self._plan: Plan | None = None
-        self._expected: dict[str, Expected] = {}
-        self._flat: dict[str, torch.Tensor] = {}
         self._demoted: dict[str, str] = {}
+        self._compile()
 
     @property
-    def parameters(self) -> dict[str, torch.Tensor]:
-        return dict(self._model.named_parameters())
+    def model(self) -> torch.nn.Module:
+        found: torch.nn.Module = self._model_runner.get_model()
+        return found
 
     @property
-    def plan(self) -> Plan:
-        """The plan for where the parameters lie now; a new object whenever they moved."""
-        if self._plan is None or self._plan.has_moved(self.parameters):
+    def model_dtype(self) -> torch.dtype:
+        dtype = self._vllm_config.model_config.dtype
+        assert isinstance(dtype, torch.dtype), "vLLM resolves it before it loads a model"
+        return dtype
+
+    def refresh(self) -> None:
+        """Makes the plan anew if parameters moved since; to be called before each use of it."""
+        if any(module._parameters[leaf] is not parameter for module, leaf, parameter in self._sites) or any(
+            self._flat[name].data_ptr() != address for name, address in self.plan.addresses.items()
+        ):
             self._compile()
-        assert self._plan is not None
-        return self._plan
-
-    @property
-    def expected(self) -> Mapping[str, Expected]:
-        _ = self.plan
-        return self._expected
 
     def flat(self, parameter: str) -> torch.Tensor:
-        """All elements of a planned parameter as one dimension, sharing its memory."""
+        """All elements of a planned parameter as one dimension, sharing its memory; the same object every time."""
         return self._flat[parameter]
 
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """Tensors that share another one's parameter, with that one's name."""
-        return {name: e.alias_of for name, e in self.expected.items() if e.alias_of is not None}
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Through vLLM's loader; see `loading.reload`."""
+        reload(self._model_runner, self._vllm_config, tensors)
+
+    def after_write(self) -> None:
+        """Renews what the engine derives from its parameters."""
+        repack_experts(self.model)
+        if self._vllm_config.lora_config is not None:
+            self._model_runner.reset_lora_state()
+
+    def demote(self, modules: Mapping[str, str]) -> None:
+        """From now on these modules go through vLLM's loader, for the reason given."""
+        self._demoted.update(modules)
+        self._compile()
+
+    def kept_tensors(self) -> dict[str, torch.Tensor]:
+        """Everything that makes up the served weights, each memory once; raises `unsupported` if there is more."""
+        if self._vllm_config.model_config.use_mla:
+            message = 'latent attention keeps matrices that cannot be put back: set refit.keep_last = "none"'
+            raise ProtocolError(ErrorCode.UNSUPPORTED, message)
+        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+
+    def check_manifest(self, tensors: Collection[TensorShape | SourceTensor], *, complete: bool = True) -> None:
+        """Raises `manifest_mismatch` listing what is missing (if `complete`), unexpected, of wrong shape or dtype."""
+        given = {tensor.name: tensor for tensor in tensors}
+        known = [(tensor, self.expected[tensor.name]) for tensor in tensors if tensor.name in self.expected]
+        required = [name for name, expected in self.expected.items() if not expected.optional] if complete else []
+        problems: dict[str, list[Any]] = {
+            "missing": [name for name in required if name not in given],
+            "unexpected": [name for name in given if name not in self.expected],
+            "shape": [
+                {"name": tensor.name, "expected": list(expected.shape), "given": list(tensor.shape)}
+                for tensor, expected in known
+                if tensor.shape != expected.shape
+            ],
+            "dtype": [
+                {"name": tensor.name, "expected": expected.dtype.value, "given": tensor.dtype.value}
+                for tensor, expected in known
+                if not _castable(tensor.dtype, expected.dtype)
+            ],
+        }
+        if any(problems.values()):
+            raise _mismatch(problems)
 
     def check_known(self, names: Collection[str]) -> None:
         """Raises `manifest_mismatch` for names the engine does not know."""
@@ -75,96 +120,20 @@ class EngineWeights:
         if unexpected:
             raise _mismatch({"missing": [], "unexpected": unexpected, "shape": [], "dtype": []})
 
-    def demote(self, modules: Mapping[str, str]) -> None:
-        """From now on these modules go through vLLM's loader, for the reason given; the plan is made anew."""
-        self._demoted.update(modules)
-        self._plan = None
-
-    def after_write(self) -> None:
-        """Renews what the engine derives from its parameters."""
-        if self._vllm_config.lora_config is not None:
-            self._model_runner.reset_lora_state()
-
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Through vLLM's loader; see `loading.reload`."""
-        reload(self._model_runner, self._vllm_config, tensors)
-
-    def check_manifest(self, tensors: Iterable[TensorShape | SourceTensor]) -> None:
-        """Raises `manifest_mismatch` that lists everything missing, unexpected, or of a wrong shape or dtype."""
-        given = {tensor.name: tensor for tensor in tensors}
-        expected = self.expected
-        problems: dict[str, list[Any]] = {
-            "missing": [e.name for e in expected.values() if not e.optional and e.name not in given],
-            "unexpected": [name for name in given if name not in expected],
-            "shape": [
-                {"name": name, "expected": list(expected[name].shape), "given": list(tensor.shape)}
-                for name, tensor in given.items()
-                if name in expected and tensor.shape != expected[name].shape
-            ],
-            "dtype": [
-                {"name": name, "expected": expected[name].dtype.value, "given": tensor.dtype.value}
-                for name, tensor in given.items()
-                if name in expected and not _castable(tensor.dtype, expected[name].dtype)
-            ],
-        }
-        if any(problems.values()):
-            raise _mismatch(problems)
-
-    @property
-    def _model(self) -> torch.nn.Module:
-        model: torch.nn.Module = self._model_runner.get_model()
-        return model
-
     def _compile(self) -> None:
         config = self._vllm_config.model_config
         if self._shapes is None:
             self._shapes = checkpoint_shapes(config.model, config.hf_config)
         with set_current_vllm_config(self._vllm_config):
-            trace = trace_loader(self._model, [(name, shape, config.dtype) for name, shape in self._shapes.items()])
-        parameters = self.parameters
-        opaque = {**opaque_modules(self._model, config.use_mla), **self._demoted}
-        plan = compile_plan(trace, self._shapes, parameters, opaque)
-        tied = _tied_heads(self._model, trace, self._shapes)
-        self._expected = _expected(self._shapes, plan, trace, tied, parameters, config.dtype)
-        self._flat = {name: parameters[name].detach().view(-1) for name in plan.addresses}
-        self._plan = plan
-
-
-def _expected(
-    shapes: Shapes,
-    plan: Plan,
-    trace: Trace,
-    tied: Mapping[str, str],
-    parameters: Mapping[str, torch.Tensor],
-    default: torch.dtype,
-) -> dict[str, Expected]:
-    dtypes = {copy.tensor: parameters[copy.parameter].dtype for copy in trace.copies}
-    aliases = {**tied, **plan.aliases}
-    shapes = {**shapes, **{alias: shapes[name] for alias, name in tied.items()}}
-    return {
-        name: Expected(
-            name=name,
-            dtype=dtype_of(dtypes.get(aliases.get(name, name), default)),
-            shape=shape,
-            optional=name in aliases or name in plan.unused,
-            alias_of=aliases.get(name),
-        )
-        for name, shape in shapes.items()
-    }
-
-
-def _tied_heads(model: torch.nn.Module, trace: Trace, shapes: Shapes) -> dict[str, str]:
-    """A head that is the embedding itself: the loader skips it, trainers may send it all the same."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    loaded = {copy.parameter: copy.tensor for copy in trace.copies}
-    tied: dict[str, str] = {}
-    for first, *others in names.values():
-        for other in others:
-            if first in loaded:
-                tied[".".join(other.split(".")[-2:])] = loaded[first]
-    return {alias: name for alias, name in tied.items() if name in shapes and alias != name}
+            trace = trace_loader(self.model, [(name, shape, self.model_dtype) for name, shape in self._shapes.items()])
+        parameters = dict(self.model.named_parameters())
+        opaque = {**opaque_modules(self.model, config.use_mla), **self._demoted}
+        self.plan = compile_plan(trace, self._shapes, parameters, opaque)
+        self.aliases = {**_tied_tensors(self.model, trace), **self.plan.aliases}
+        dtypes = {copy.tensor: parameters[copy.parameter].dtype for copy in trace.copies}
+        self.expected = _expected(self._shapes, self.plan, self.aliases, dtypes, self.model_dtype)
+        self._flat = {name: parameters[name].detach().view(-1) for name in self.plan.addresses}
+        self._sites = [_site(self.model, name, parameters[name]) for name in self.plan.addresses]
 
 
 def dtype_of(dtype: torch.dtype) -> DType:
@@ -176,17 +145,45 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return found
 
 
+def _site(model: torch.nn.Module, name: str, parameter: torch.Tensor) -> tuple[torch.nn.Module, str, torch.Tensor]:
+    module, _, leaf = name.rpartition(".")
+    return model.get_submodule(module), leaf, parameter
+
+
+def _expected(
+    shapes: Shapes, plan: Plan, aliases: Mapping[str, str], dtypes: Mapping[str, torch.dtype], default: torch.dtype
+) -> dict[str, Expected]:
+    every = {**shapes, **{alias: shapes[name] for alias, name in aliases.items()}}
+    return {
+        name: Expected(
+            name=name,
+            dtype=dtype_of(dtypes.get(aliases.get(name, name), default)),
+            shape=shape,
+            optional=name in aliases or name in plan.unused,
+            alias_of=aliases.get(name),
+        )
+        for name, shape in every.items()
+    }
+
+
+def _tied_tensors(model: torch.nn.Module, trace: Trace) -> dict[str, str]:
+    """The loader skips a tied head, but trainers may send it all the same, under the last two parts of its name."""
+    loaded = {copy.parameter: copy.tensor for copy in trace.copies}
+    tied = {".".join(head.split(".")[-2:]): loaded.get(embedding) for head, embedding in tied_heads(model).items()}
+    return {alias: name for alias, name in tied.items() if name is not None and name != alias}
+
+
 def _castable(given: DType, expected: DType) -> bool:
     return given == expected or (given in FLOAT_DTYPES and expected in FLOAT_DTYPES)
 
 
 def _mismatch(problems: Mapping[str, list[Any]]) -> ProtocolError:
-    said = [
-        f"{len(items)} {what} ({', '.join(str(item['name'] if isinstance(item, dict) else item) for item in items[:3])})"
-        for what, items in problems.items()
-        if items
-    ]
+    said = [f"{len(items)} {what} ({_first_names(items)})" for what, items in problems.items() if items]
     details = {what: items[:MAX_NAMES_IN_DETAILS] for what, items in problems.items()}
-    return ProtocolError(
-        ErrorCode.MANIFEST_MISMATCH, "the tensors do not fit the engine's model: " + ", ".join(said), **details
-    )
+    message = f"the tensors do not fit the engine's model: {', '.join(said)}"
+    return ProtocolError(ErrorCode.MANIFEST_MISMATCH, message, **details)
+
+
+def _first_names(items: list[Any]) -> str:
+    names = [item["name"] if isinstance(item, dict) else item for item in items]
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

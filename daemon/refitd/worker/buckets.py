@@ -1,0 +1,197 @@
+"""Bucket refits: tensors arrive in pieces, in any order, cut anywhere."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from refit_protocol.errors import ErrorCode, ProtocolError
+from refit_protocol.tensors import BucketPiece, DType, TensorShape
+from refitd.worker.attest import check_same
+from refitd.worker.boxes import Transfer
+from refitd.worker.copies import Copy, CopyProgram, view_of
+from refitd.worker.plan import Plan
+from refitd.worker.sources import PLAN_OFF, Segments
+from refitd.worker.weights import EngineWeights, torch_dtype
+
+MAX_LAYOUTS = 4096
+
+
+class Coverage:
+    """Which elements of a tensor have come: disjoint, sorted ranges."""
+
+    def __init__(self, tensor: TensorShape) -> None:
+        self._tensor = tensor
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    @property
+    def received(self) -> int:
+        return sum(self._ends) - sum(self._starts)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.received == self._tensor.elements
+
+    def add(self, first: int, count: int) -> None:
+        """Raises `invalid_descriptor` if any of the elements has come before."""
+        end = first + count
+        at = bisect_left(self._ends, first + 1)
+        if at < len(self._starts) and self._starts[at] < end:
+            raise ProtocolError(
+                ErrorCode.INVALID_DESCRIPTOR,
+                f"{self._tensor.name}: elements {first} to {end} overlap others that came before",
+            )
+        if count:
+            self._insert(at, first, end)
+
+    def _insert(self, at: int, first: int, end: int) -> None:
+        if at < len(self._starts) and self._starts[at] == end:
+            end = self._ends[at]
+            del self._starts[at], self._ends[at]
+        if at and self._ends[at - 1] == first:
+            self._ends[at - 1] = end
+        else:
+            self._starts.insert(at, first)
+            self._ends.insert(at, end)
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What a bucket refit will bring. `loader_tensors` go through vLLM's loader once they are complete."""
+
+    plan: Plan
+    tensors: Mapping[str, TensorShape]
+    loader_tensors: Mapping[str, str]
+
+    @property
+    def path(self) -> str:
+        if not self.loader_tensors:
+            return "plan"
+        return (
+            "mixed" if any(name in self.plan.routes for name in self.tensors.keys() - self.loader_tensors) else "loader"
+        )
+
+
+class BucketSource:
+    """Mapped staging buffers, and the copies compiled for the layouts that came in them."""
+
+    def __init__(self, segments: Segments, planned: bool) -> None:
+        self.segments = segments
+        self._planned = planned
+        self._announced: Announcement | None = None
+        self._programs: dict[tuple[int, tuple[BucketPiece, ...]], CopyProgram] = {}
+
+    def announce(
+        self, weights: EngineWeights, tensors: Sequence[TensorShape], *, partial: bool, planned: bool
+    ) -> Announcement:
+        """Raises `manifest_mismatch`, or `plan_required` for half a layer that needs the loader."""
+        weights.check_manifest(tensors, complete=not partial)
+        by_name = {tensor.name: tensor for tensor in tensors}
+        plan = weights.plan
+        loader_tensors = {name: plan.loader_only[name] for name in by_name if name in plan.loader_only}
+        if not (self._planned and planned):
+            loader_tensors = {name: PLAN_OFF for name in by_name if name in plan.routes or name in plan.loader_only}
+        plan.check_whole_modules(loader_tensors, by_name)
+        announced = Announcement(plan, by_name, loader_tensors)
+        if announced != self._announced:
+            self._programs.clear()
+            self._announced = announced
+        return announced
+
+    def program(
+        self, weights: EngineWeights, announced: Announcement, bucket: int, pieces: tuple[BucketPiece, ...]
+    ) -> CopyProgram:
+        """The planned copies of a bucket with this layout; compiled the first time it is seen."""
+        key = bucket, pieces
+        found = self._programs.get(key)
+        if found is None:
+            copies = [copy for piece in pieces for copy in self._copies(weights, announced, bucket, piece)]
+            found = CopyProgram(copies)
+            if len(self._programs) < MAX_LAYOUTS:
+                self._programs[key] = found
+        return found
+
+    def piece(self, bucket: int, piece: BucketPiece, dtype: DType) -> tuple[torch.Tensor, int]:
+        """The bucket in the tensor's dtype, and the index there of the piece's first element."""
+        return self.segments.typed(bucket, dtype), piece.offset_bytes // torch_dtype(dtype).itemsize
+
+    def close(self) -> None:
+        self._programs.clear()
+        self.segments.close()
+
+    def _copies(self, weights: EngineWeights, announced: Announcement, bucket: int, piece: BucketPiece) -> list[Copy]:
+        if piece.name in announced.loader_tensors:
+            return []
+        flat, at = self.piece(bucket, piece, announced.tensors[piece.name].dtype)
+        return [
+            Copy(flat, weights.flat(route.parameter), Transfer(part.source.moved(at - piece.first), part.target))
+            for route in announced.plan.routes.get(piece.name, ())
+            for part in route.transfer.clipped(piece.first, piece.first + piece.count)
+        ]
+
+
+class BucketRefit:
+    """One refit under way: what has come so far, and tensors that wait in host or device memory for the loader."""
+
+    def __init__(self, weights: EngineWeights, source: BucketSource, announced: Announcement) -> None:
+        self.announced = announced
+        self._weights = weights
+        self._source = source
+        self._coverage = {name: Coverage(tensor) for name, tensor in announced.tensors.items()}
+        self._staged = {
+            name: torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype), device=weights.device)
+            for name, tensor in announced.tensors.items()
+            if name in announced.loader_tensors or name in weights.aliases
+        }
+        self.size_bytes = 0
+
+    def accept(self, pieces: Collection[BucketPiece]) -> None:
+        """Raises `invalid_descriptor` for elements that came before; nothing is read yet."""
+        for piece in pieces:
+            self._coverage[piece.name].add(piece.first, piece.count)
+
+    def copy(self, bucket: int, pieces: tuple[BucketPiece, ...]) -> int:
+        """Reads the whole bucket, which may be overwritten afterwards; returns the bytes that went into the engine."""
+        program = self._source.program(self._weights, self.announced, bucket, pieces)
+        program.run()
+        for piece in pieces:
+            if piece.name in self._staged:
+                self._stage(bucket, piece)
+        self.size_bytes += program.size_bytes
+        return program.size_bytes
+
+    def require_complete(self) -> None:
+        """Raises `manifest_mismatch` listing the tensors of which elements are missing."""
+        short = [
+            {"name": name, "expected": self.announced.tensors[name].elements, "received": coverage.received}
+            for name, coverage in self._coverage.items()
+            if not coverage.is_complete
+        ]
+        if short:
+            names = ", ".join(str(item["name"]) for item in short[:5])
+            message = f"{len(short)} tensors are incomplete: {names}"
+            raise ProtocolError(ErrorCode.MANIFEST_MISMATCH, message, incomplete=short[:100])
+
+    def load_staged(self) -> None:
+        """Hands complete tensors to vLLM's loader; a head must equal the embedding it is tied to."""
+        aliases = self._weights.aliases
+        loaded = [(name, tensor) for name, tensor in self._staged.items() if name not in aliases]
+        if loaded:
+            self._weights.load(loaded)
+        for name in self._staged.keys() & aliases.keys():
+            self._check_alias(name, aliases[name])
+
+    def _stage(self, bucket: int, piece: BucketPiece) -> None:
+        flat, at = self._source.piece(bucket, piece, self.announced.tensors[piece.name].dtype)
+        self._staged[piece.name].view(-1)[piece.first : piece.first + piece.count].copy_(flat[at : at + piece.count])
+
+    def _check_alias(self, name: str, other: str) -> None:
+        staged = self._staged[name].view(-1)
+        for route in self._weights.plan.routes.get(other, ()):
+            target = self._weights.flat(route.parameter)
+            held = view_of(target, route.transfer.target)
+            check_same(name, view_of(staged, route.transfer.source).to(target.dtype), other, held)
