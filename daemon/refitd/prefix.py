@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from http import HTTPStatus
 from itertools import pairwise
+
+from refit_protocol.errors import ErrorCode, ProtocolError
 
 # Stands for the words of an assistant turn when a conversation is rendered without them; see `conversation_mismatch`.
 PROBE = "Qz7refitd7zQ"
@@ -20,30 +21,31 @@ _OPENING_TOKENS = 2
 _UNDECODABLE = "\ufffd"
 
 
-class PrefixRefused(Exception):  # noqa: N818 - it is the answer to a request, not an accident
-    """The earlier tokens cannot be kept; `status` is for HTTP, `code` for programs, the message for people."""
+class PrefixError(ProtocolError):
+    """The earlier tokens cannot be kept; `kind` says more closely why."""
 
-    status = HTTPStatus.BAD_REQUEST
-    code = "invalid_prefix"
+    kind = "invalid_prefix"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(ErrorCode.INVALID_PROMPT, message)
 
 
-class PrefixMismatch(PrefixRefused):
+class PrefixMismatchError(PrefixError):
     """The prefix belongs to another conversation."""
 
-    status = HTTPStatus.CONFLICT
-    code = "prefix_mismatch"
+    kind = "prefix_mismatch"
 
 
-class TurnNotClosed(PrefixRefused):
+class TurnNotClosedError(PrefixError):
     """The template does not mark the end of the turn, so nothing says where it stops and the next one starts."""
 
-    code = "turn_not_closed"
+    kind = "turn_not_closed"
 
 
-class RenderingsDisagree(PrefixRefused):
+class RenderingsDisagreeError(PrefixError):
     """The template writes the same earlier turns so differently that the end of the turn cannot be found."""
 
-    code = "renderings_disagree"
+    kind = "renderings_disagree"
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,12 @@ def splice(
     `template_prefix` is the template's rendering of the same messages, up to and including the turn generated;
     `template` is its rendering of all messages. A turn that was cut short is closed with the template's own terminator.
     `prefix_is_closed` says whether `template_prefix` ends that turn with a terminator, where the caller knows.
-    Time and memory are linear in the lengths. Raises `PrefixRefused`.
+    Time and memory are linear in the lengths. Raises `PrefixError`.
     """
     if not model_prefix:
         return list(template)
     if not template_prefix or model_prefix[0] != template_prefix[0]:
-        raise PrefixMismatch("the prefix and the rendered messages differ from the first token on")
+        raise PrefixMismatchError("the prefix and the rendered messages differ from the first token on")
     terminators = frozenset(eos_token_ids)
     if not prefix_is_closed and _continues_with_terminator(template_prefix, template, terminators):
         boundary = len(template_prefix)
@@ -94,7 +96,7 @@ def _continues_with_terminator(prefix: Sequence[int], template: Sequence[int], t
 def _last_terminator(token_ids: Sequence[int], terminators: frozenset[int]) -> int:
     ends = _positions(token_ids, terminators)
     if not ends:
-        raise TurnNotClosed(
+        raise TurnNotClosedError(
             "the chat template closes an assistant turn with none of the model's EOS ids "
             f"{sorted(terminators)}: add the id that it does use to generation_config.json"
         )
@@ -106,7 +108,7 @@ def _same_end(prefix: Sequence[int], turn_end: int, template: Sequence[int], ter
     turns, separator = list(prefix[: turn_end + 1]), list(prefix[turn_end + 1 :])
     boundary = turn_end if turns == list(template[: len(turns)]) else _end_by_count(turns, template, terminators)
     if list(template[boundary + 1 :][: len(separator)]) != separator:
-        raise RenderingsDisagree("the template goes on differently after the turn than when the turn comes last")
+        raise RenderingsDisagreeError("the template goes on differently after the turn than when the turn comes last")
     return boundary
 
 
@@ -115,11 +117,13 @@ def _end_by_count(prefix: Sequence[int], template: Sequence[int], terminators: f
     reasoning out of earlier turns, but keep the turns."""
     prefix_ends, template_ends = _positions(prefix, terminators), _positions(template, terminators)
     if len(template_ends) < len(prefix_ends):
-        raise RenderingsDisagree("the template renders fewer turns when more messages follow")
+        raise RenderingsDisagreeError("the template renders fewer turns when more messages follow")
     template_ends = template_ends[: len(prefix_ends)]
     pairs = zip(_between(prefix, prefix_ends), _between(template, template_ends), strict=True)
     if not all(_open_alike(*turns) for turns in pairs):
-        raise RenderingsDisagree("the template renders other turns before the last assistant turn when more follow")
+        raise RenderingsDisagreeError(
+            "the template renders other turns before the last assistant turn when more follow"
+        )
     return template_ends[-1]
 
 
@@ -228,7 +232,7 @@ def earlier_tokens(
     """The tokens to keep: `required_prefix` for the last assistant turn, or what the latest turn that has ids carries.
 
     A turn carries `prompt_token_ids` with `generation_token_ids` (or `token_ids`). None where there are none, as for an
-    empty `required_prefix`. Raises `PrefixRefused` for ids that are none, for half of a pair, and for a contradiction.
+    empty `required_prefix`. Raises `PrefixError` for ids that are none, for half of a pair, and for a contradiction.
     """
     carried = _carried(messages, vocab_size)
     if required_prefix is None or required_prefix == []:
@@ -236,9 +240,9 @@ def earlier_tokens(
     token_ids = _token_ids(required_prefix, "required_prefix_token_ids", vocab_size)
     turn = _last_assistant(messages)
     if turn is None:
-        raise PrefixRefused("required_prefix_token_ids needs an assistant message whose turn it ends with")
+        raise PrefixError("required_prefix_token_ids needs an assistant message whose turn it ends with")
     if carried is not None and carried.turn == turn and carried.token_ids != token_ids:
-        raise PrefixRefused("required_prefix_token_ids and the ids carried by the last assistant message differ")
+        raise PrefixError("required_prefix_token_ids and the ids carried by the last assistant message differ")
     return EarlierTokens(turn, token_ids)
 
 
@@ -255,7 +259,7 @@ def _carried(messages: Sequence[Mapping[str, object]], vocab_size: int) -> Earli
         return None
     prompt = messages[turn].get("prompt_token_ids")
     if prompt is None:
-        raise PrefixRefused(f"messages[{turn}] carries the ids of its generation without prompt_token_ids")
+        raise PrefixError(f"messages[{turn}] carries the ids of its generation without prompt_token_ids")
     prompt_ids = _token_ids(prompt, f"messages[{turn}].prompt_token_ids", vocab_size)
     return EarlierTokens(turn, prompt_ids + _token_ids(_generation(messages[turn]), f"messages[{turn}]", vocab_size))
 
@@ -266,8 +270,8 @@ def _generation(message: Mapping[str, object]) -> object:
 
 def _token_ids(value: object, name: str, vocab_size: int) -> list[int]:
     if not isinstance(value, list):
-        raise PrefixRefused(f"{name} must be a list of token ids")
+        raise PrefixError(f"{name} must be a list of token ids")
     for token_id in value:
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
-            raise PrefixRefused(f"{name} holds {token_id!r}, which is no token id below {vocab_size}")
+            raise PrefixError(f"{name} holds {token_id!r}, which is no token id below {vocab_size}")
     return value

@@ -7,7 +7,7 @@ from chat_styles import CLOSING_STYLES, decode, encode, render
 
 from refitd.prefix import (
     EarlierTokens,
-    PrefixRefused,
+    PrefixError,
     TokenTexts,
     conversation_mismatch,
     earlier_tokens,
@@ -47,31 +47,31 @@ def test_ids_on_other_roles_mean_nothing() -> None:
 
 def test_required_and_carried_ids_may_agree_but_not_differ() -> None:
     assert earlier_tokens([USER, CARRYING], [1, 5, 6, 2], VOCAB) == EarlierTokens(1, [1, 5, 6, 2])
-    with pytest.raises(PrefixRefused, match="differ"):
+    with pytest.raises(PrefixError, match="differ"):
         earlier_tokens([USER, CARRYING], [1, 5, 7, 2], VOCAB)
 
 
 def test_a_generation_without_its_prompt_is_refused() -> None:
-    with pytest.raises(PrefixRefused, match="without prompt_token_ids"):
+    with pytest.raises(PrefixError, match="without prompt_token_ids"):
         earlier_tokens([USER, {**PLAIN, "generation_token_ids": [6]}], None, VOCAB)
 
 
 def test_a_required_prefix_without_any_assistant_turn_is_refused() -> None:
-    with pytest.raises(PrefixRefused, match="assistant message"):
+    with pytest.raises(PrefixError, match="assistant message"):
         earlier_tokens([USER], [1, 2], VOCAB)
 
 
 @pytest.mark.parametrize("bad", [-1, VOCAB, 2**40, True, "1", 1.5, None])
 def test_what_is_no_token_id_is_refused(bad: object) -> None:
-    with pytest.raises(PrefixRefused, match="no token id"):
+    with pytest.raises(PrefixError, match="no token id"):
         earlier_tokens([USER, PLAIN], [1, bad], VOCAB)
-    with pytest.raises(PrefixRefused, match="no token id"):
+    with pytest.raises(PrefixError, match="no token id"):
         earlier_tokens([USER, {**CARRYING, "generation_token_ids": [bad]}], None, VOCAB)
 
 
 @pytest.mark.parametrize("bad", ["12", {"a": 1}, 7])
 def test_what_is_no_list_is_refused(bad: object) -> None:
-    with pytest.raises(PrefixRefused, match="must be a list"):
+    with pytest.raises(PrefixError, match="must be a list"):
         earlier_tokens([USER, PLAIN], bad, VOCAB)
 
 

@@ -18,7 +18,7 @@ from chat_styles import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refitd.prefix import TokenTexts, TurnNotClosed, closes_turns, conversation_mismatch, splice, without_words
+from refitd.prefix import TokenTexts, TurnNotClosedError, closes_turns, conversation_mismatch, splice, without_words
 
 WORDS = st.text(alphabet=st.sampled_from(list('abe ,.!\n"{}:12éü東🦊')), max_size=24)
 ENDINGS = st.sampled_from(["template's eos", "another eos", "cut short"])
@@ -103,7 +103,7 @@ def test_a_template_without_terminators_is_always_refused(data: st.DataObject) -
     template_prefix = render(style, messages, generation_prompt=False)
     messages += follow_ups(data.draw, style)
     template = render(style, messages, generation_prompt=True)
-    with pytest.raises(TurnNotClosed):
+    with pytest.raises(TurnNotClosedError):
         splice(prompt + data.draw(generation(style, said)), template_prefix, template, eos_token_ids(style))
 
 

@@ -1,0 +1,391 @@
+"""vLLM's own OpenAI app on our engine: what passes between the two, and the differences between vLLM's releases.
+
+The app gets an engine client that goes through the daemon's gate, and a renderer that keeps exact tokens. Both know
+which HTTP request they work for by a context variable: vLLM calls them in the task of that request.
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+from vllm.entrypoints.openai.api_server import build_app, init_app_state
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+
+from refit_protocol.errors import ErrorCode, ProtocolError
+from refit_protocol.messages import ModelInfo
+from refitd.compat import StampedLLM
+from refitd.config import HttpConfig
+from refitd.exact_chat import ExactPrompt, Messages, Vocabulary, exact_prompt
+from refitd.gate import Gate
+from refitd.http_errors import error_response
+from refitd.http_trace import Trace, stamp_response, stamped_events
+from refitd.prefix import EarlierTokens, PrefixError, TokenTexts, earlier_tokens
+
+try:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+except ImportError:  # vLLM before 0.30
+    from vllm.entrypoints.openai.cli_args import make_arg_parser
+
+
+@dataclass
+class HttpCall:
+    """One request on its way through vLLM's app. `messages` are as sent: vLLM's own copies can be read only once."""
+
+    request: Any
+    messages: Messages
+    earlier: EarlierTokens | None
+    min_version: int | None
+    generates: bool
+    trace: Trace = field(default_factory=Trace)
+    prefix_mismatch: str | None = None
+    resolved: dict[str, object] = field(default_factory=dict)
+
+    def report(self) -> dict[str, object]:
+        prefix = (
+            None if self.earlier is None else {"tokens": len(self.earlier.token_ids), "mismatch": self.prefix_mismatch}
+        )
+        return {**self.resolved, "prefix": prefix}
+
+
+_call: ContextVar[HttpCall | None] = ContextVar("refitd_http_call", default=None)
+# Where a request that is being added belongs; set for the daemon's own requests never.
+_adding: ContextVar[tuple[Trace, int] | None] = ContextVar("refitd_http_adding", default=None)
+
+
+class OpenAIEndpoint:
+    """vLLM's app around a loaded engine. `app` is what the HTTP door opens to."""
+
+    def __init__(self, llm: StampedLLM, model: ModelInfo, config: HttpConfig, gate: Gate, logprobs_mode: str) -> None:
+        self._llm = llm
+        self._model = model
+        self._config = config
+        self._gate = gate
+        self._logprobs_mode = logprobs_mode
+        self._requests = EngineRequests(llm, gate)
+        self.on_prefix: Callable[[str], None] = lambda _outcome: None
+        self.app = FastAPI()
+
+    async def build(self) -> None:
+        """Builds the app; `ValueError` or `KeyError` from vLLM for a parser or a template it does not know."""
+        args = _arguments(self._config, self._model.name)
+        tasks = await self._llm.get_supported_tasks()
+        app = build_app(args, tasks, self._llm.model_config)
+        renderer = _Delegate(self._llm.renderer, render_chat_async=self._render)
+        client = _Delegate(self._llm, generate=self._requests.generate, renderer=renderer)
+        await init_app_state(client, app.state, args, tasks)
+        # vLLM's error handlers stop this server when the engine dies; ours is stopped by the daemon.
+        app.state.server = SimpleNamespace(should_exit=False)
+        app.add_exception_handler(ProtocolError, _answer_error)
+        self._take_over(app.state)
+        self.app = app
+
+    async def abort_all(self, error: ErrorCode | None) -> None:
+        """Ends all running requests: with what they have, or with `error`."""
+        await self._requests.abort_all(error)
+
+    def _take_over(self, state: Any) -> None:
+        chat, completion, tokenization = (
+            state.openai_serving_chat,
+            state.openai_serving_completion,
+            state.serving_tokenization,
+        )
+        chat.create_chat_completion = self._generating(chat.create_chat_completion)
+        completion.create_completion = self._generating(completion.create_completion)
+        tokenization.create_tokenize = self._tokenizing(tokenization.create_tokenize)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def _generating(self, create: Callable[..., Any]) -> Callable[..., Any]:
+        async def stamped(request: Any, raw_request: Request) -> Any:
+            call = await self._begin(request, raw_request, generates=True)
+            _want_ids_and_logprobs(request)
+            # Refused or kept waiting here, an answer can still have a status; once a stream has begun it has one.
+            await self._gate.admit(call.min_version)
+            answer = await create(request, raw_request)
+            if isinstance(answer, AsyncGenerator):
+                return stamped_events(answer, call.trace, call.report)
+            if hasattr(answer, "choices"):
+                stamp_response(answer, call.trace, call.report())
+            return answer
+
+        return stamped
+
+    def _tokenizing(self, create: Callable[..., Any]) -> Callable[..., Any]:
+        async def kept(request: Any, raw_request: Request) -> Any:
+            call = await self._begin(request, raw_request, generates=False)
+            answer = await create(request, raw_request)
+            if call.earlier is not None and hasattr(answer, "tokens"):
+                answer.refitd = call.report()
+            return answer
+
+        return kept
+
+    async def _begin(self, request: Any, raw_request: Request, *, generates: bool) -> HttpCall:
+        body = await raw_request.json()
+        messages = body.get("messages") or []
+        earlier = earlier_tokens(messages, body.get("required_prefix_token_ids"), self._model.vocab_size)
+        call = HttpCall(request, messages, earlier, _min_version(body), generates)
+        call.resolved["logprobs_mode"] = self._logprobs_mode
+        _call.set(call)
+        return call
+
+    # --- prompts ------------------------------------------------------------------------------------------------------
+
+    async def _render(
+        self, conversations: Sequence[Any], chat_params: Any, tok_params: Any = None, **options: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """vLLM's `render_chat_async`; lengths are judged here, after the splice, not on the template's rendering."""
+        call = _call.get()
+        assert call is not None, "vLLM rendered a chat outside of a request"
+        if tok_params is not None and tok_params.truncate_prompt_tokens is None:
+            tok_params = replace(tok_params, max_total_tokens=None, max_output_tokens=0)
+        conversation, prompts = await self._llm.renderer.render_chat_async(
+            conversations, chat_params, tok_params, **options
+        )
+        if call.earlier is not None:
+            await self._keep_earlier(call, prompts[0], chat_params, tok_params, options)
+        if call.generates:
+            self._fit(call, len(prompts[0]["prompt_token_ids"]))
+        return conversation, prompts
+
+    async def _keep_earlier(
+        self, call: HttpCall, prompt: dict[str, Any], chat_params: Any, tok_params: Any, options: Mapping[str, Any]
+    ) -> None:
+        assert call.earlier is not None
+        if prompt.get("type") == "multimodal":
+            raise PrefixError("earlier tokens are kept in text conversations only")
+
+        async def render(messages: Messages, *, generation_prompt: bool) -> list[int]:
+            params = _with_template_arguments(chat_params, generation_prompt)
+            _, (rendered,) = await self._llm.renderer.render_chat_async([list(messages)], params, tok_params, **options)
+            token_ids: list[int] = rendered["prompt_token_ids"]
+            return token_ids
+
+        exact = await self._exact_prompt(call, prompt["prompt_token_ids"], render, chat_params)
+        call.prefix_mismatch = exact.mismatch
+        prompt["prompt_token_ids"] = exact.token_ids
+        prompt.pop("prompt", None)
+
+    async def _exact_prompt(self, call: HttpCall, template: list[int], render: Any, chat_params: Any) -> ExactPrompt:
+        assert call.earlier is not None
+        try:
+            exact = await exact_prompt(
+                call.earlier,
+                call.messages,
+                template,
+                render,
+                self._vocabulary(),
+                strict=self._config.strict_prefix,
+                continues_turn=bool(chat_params.chat_template_kwargs.get("continue_final_message")),
+            )
+        except PrefixError as error:
+            self.on_prefix(error.kind)
+            raise
+        self.on_prefix("kept" if exact.mismatch is None else "kept_despite_mismatch")
+        return exact
+
+    def _vocabulary(self) -> Vocabulary:
+        tokenizer = self._llm.tokenizer
+        assert tokenizer is not None
+        eos = frozenset(self._model.eos_token_ids)
+        eos_texts = frozenset(text for token in eos if (text := _decode(tokenizer, [token])))
+        return Vocabulary(
+            decode=lambda token_ids: _decode(tokenizer, token_ids),
+            eos_token_ids=eos,
+            texts=TokenTexts(eos_texts, eos_texts | frozenset(map(str, tokenizer.all_special_tokens))),
+        )
+
+    def _fit(self, call: HttpCall, prompt_tokens: int) -> None:
+        """Clamps to what the context leaves; vLLM clamps `max_tokens` itself, from the length that we return."""
+        limit = self._model.max_model_len
+        if prompt_tokens >= limit:
+            raise ProtocolError(
+                ErrorCode.INVALID_PROMPT,
+                f"the prompt has {prompt_tokens} tokens, the context length of {limit} leaves no room to generate",
+                max_model_len=limit,
+            )
+        room = limit - prompt_tokens
+        request = call.request
+        asked = getattr(request, "max_completion_tokens", None) or request.max_tokens
+        if asked is not None and room < request.min_tokens <= asked:
+            request.min_tokens = room
+        call.resolved["max_tokens"] = room if asked is None else min(asked, room)
+        call.resolved["clamped"] = asked is not None and asked > room
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    trace: Trace
+    choice: int
+    request: EngineCoreRequest
+
+
+class EngineRequests:
+    """The app's requests inside of the engine: through the gate, salted and stamped with the version, out when told."""
+
+    def __init__(self, llm: StampedLLM, gate: Gate) -> None:
+        self._llm = llm
+        self._gate = gate
+        self._running: dict[str, _Sequence] = {}
+        self._add = llm.engine_core.add_request_async
+        self._process = llm.output_processor.process_outputs
+        llm.engine_core.add_request_async = self._add_salted
+        llm.output_processor.process_outputs = self._process_stamped
+        gate.on_publish.append(self._readmit_unstarted)
+
+    def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncIterator[Any]:
+        """vLLM's `generate`; the call itself takes the choices, so they are numbered in the order of the prompts."""
+        call = _call.get()
+        assert call is not None, "vLLM generated outside of a request"
+        first = call.trace.reserve(sampling_params.n)
+        return self._generate(call, first, prompt, sampling_params, request_id, options)
+
+    async def _generate(
+        self, call: HttpCall, first: int, prompt: Any, sampling_params: Any, request_id: str, options: Mapping[str, Any]
+    ) -> AsyncIterator[Any]:
+        await self._gate.admit(call.min_version)
+        self._gate.enter()
+        _adding.set((call.trace, first))
+        try:
+            async with aclosing(self._llm.generate(prompt, sampling_params, request_id, **options)) as outputs:
+                async for output in outputs:
+                    if call.trace.failure is not None:
+                        raise call.trace.failure
+                    yield output
+        finally:
+            self._forget(call.trace, range(first, first + sampling_params.n))
+            self._gate.leave()
+
+    async def abort_all(self, error: ErrorCode | None) -> None:
+        running = dict(self._running)
+        if error is not None:
+            for sequence in running.values():
+                sequence.trace.failure = ProtocolError(error, "the request was ended before it was complete")
+        if running:
+            await self._llm.abort(list(running), internal=True)
+
+    # --- between the app and the engine -------------------------------------------------------------------------------
+
+    async def _add_salted(self, request: EngineCoreRequest) -> None:
+        """Every request of the app passes here last; the daemon's own ones have no trace in their context."""
+        adding = _adding.get()
+        if adding is not None:
+            trace, first = adding
+            index = self._llm.output_processor.request_states[request.request_id].request_index
+            request.cache_salt = _salt(self._gate.version, request.cache_salt)
+            self._running[request.request_id] = _Sequence(trace, first + index, request)
+        await self._add(request)
+
+    def _process_stamped(self, outputs: list[EngineCoreOutput], *args: Any, **kwargs: Any) -> Any:
+        """Runs in the output loop: no token of one version is here once the next one is published."""
+        for output in outputs:
+            sequence = self._running.get(output.request_id)
+            if sequence is not None:
+                sequence.trace.made(sequence.choice, len(output.new_token_ids), self._gate.version)
+                if _is_nan(output):
+                    sequence.trace.failure = ProtocolError(
+                        ErrorCode.NOT_A_NUMBER, "the model's logprobs are not numbers"
+                    )
+        return self._process(outputs, *args, **kwargs)
+
+    async def _readmit_unstarted(self, version: int) -> None:
+        """Between freeze and thaw: what has no token yet starts afresh, so that it finds no KV of the old weights."""
+        unstarted = {
+            key: sequence for key, sequence in self._running.items() if sequence.choice not in sequence.trace.spans
+        }
+        if not unstarted:
+            return
+        await self._llm.engine_core.abort_requests_async(list(unstarted))
+        for sequence in unstarted.values():
+            sequence.request.cache_salt = _salt(version, _own_salt(sequence.request.cache_salt))
+            await self._add(sequence.request)
+
+    def _forget(self, trace: Trace, choices: range) -> None:
+        ended = [key for key, running in self._running.items() if running.trace is trace and running.choice in choices]
+        for key in ended:
+            del self._running[key]
+
+
+class _Delegate:
+    """Another object with some of its attributes replaced."""
+
+    def __init__(self, target: object, **replaced: object) -> None:
+        self._target = target
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+
+def _salt(version: int, own: str | None) -> str:
+    return f"refitd-{version}" if own is None else f"refitd-{version}-{own}"
+
+
+def _own_salt(salt: str | None) -> str | None:
+    return None if salt is None or salt.count("-") < 2 else salt.split("-", 2)[2]
+
+
+def _is_nan(output: EngineCoreOutput) -> bool:
+    rows = output.new_logprobs
+    return rows is not None and any(
+        math.isnan(value) for value in rows.logprobs[: len(output.new_token_ids), 0].tolist()
+    )
+
+
+def _want_ids_and_logprobs(request: Any) -> None:
+    """What a trainer needs comes without asking; only an explicit `logprobs` of the client's own is left as it is."""
+    if getattr(request, "use_beam_search", False):
+        raise ProtocolError(ErrorCode.UNSUPPORTED, "beam search does not say which weights made a token: leave it out")
+    request.return_token_ids = True
+    if "logprobs" not in request.model_fields_set:
+        request.logprobs = True if hasattr(request, "top_logprobs") else 0
+
+
+def _min_version(body: Mapping[str, Any]) -> int | None:
+    wanted = body.get("min_version")
+    if wanted is not None and (type(wanted) is not int or wanted < 0):
+        raise ProtocolError(ErrorCode.INVALID_SAMPLING, f"min_version is {wanted!r}, not a weights version")
+    return wanted
+
+
+def _with_template_arguments(chat_params: Any, generation_prompt: bool) -> Any:
+    arguments = {
+        **chat_params.chat_template_kwargs,
+        "add_generation_prompt": generation_prompt,
+        "continue_final_message": False,
+    }
+    return replace(chat_params, chat_template_kwargs=arguments)
+
+
+def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    text: str = tokenizer.decode(list(token_ids), skip_special_tokens=False)
+    return text
+
+
+def _arguments(config: HttpConfig, model: str) -> Namespace:
+    args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    args.model = model
+    args.served_model_name = [model]
+    args.api_key = None if config.api_key is None else [config.api_key]
+    args.chat_template = None if config.chat_template is None else str(config.chat_template)
+    args.tool_call_parser = config.tool_call_parser
+    args.enable_auto_tool_choice = config.tool_call_parser is not None
+    args.structured_outputs_config.reasoning_parser = config.reasoning_parser or ""
+    args.enable_prompt_tokens_details = True
+    args.disable_fastapi_docs = True
+    return args
+
+
+async def _answer_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, ProtocolError)
+    return error_response(error)

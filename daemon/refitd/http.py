@@ -1,0 +1,270 @@
+"""The HTTP door: a socket held from before the model loads, a server on the daemon's loop, and what it lets through.
+
+vLLM's own app answers the requests; what must not reach it - unknown paths, wrong keys, bodies too large or too deep,
+requests that no weights can serve - is answered here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import socket
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Protocol
+
+import structlog
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from refit_protocol.errors import ErrorCode, ProtocolError
+from refit_protocol.states import EngineState
+from refitd.config import HttpConfig
+from refitd.http_errors import error_response
+
+BACKLOG = 2048
+KEEP_ALIVE_SECONDS = 75
+MAX_JSON_DEPTH = 100
+
+# Everything else of vLLM's app, its development routes above all, stays shut. True: needs weights that can be served.
+PATHS: Mapping[str, bool] = {
+    "/v1/chat/completions": True,
+    "/v1/completions": True,
+    "/v1/models": False,
+    "/tokenize": False,
+    "/detokenize": False,
+    "/version": False,
+}
+OPEN_PATHS = frozenset({"/health", "/metrics"})
+
+# Strings are skipped as a whole, so that brackets inside of them do not count; one that never ends reaches to the end.
+_JSON_NESTING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[\[{]|[\]}]', re.DOTALL)
+
+log = structlog.get_logger()
+
+
+class HttpBindError(Exception):
+    """The endpoint's address cannot be bound; one line that says which and why."""
+
+
+class ServableGate(Protocol):
+    """What HTTP needs of the gate to answer without the engine."""
+
+    @property
+    def state(self) -> EngineState: ...
+
+    @property
+    def version(self) -> int: ...
+
+    def refusal(self) -> ProtocolError | None: ...
+
+
+def reserve_socket(host: str, port: int) -> socket.socket:
+    """Binds and listens; port 0 takes a free one. The socket is never let go in between. Raises `HttpBindError`."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        reserved = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise HttpBindError(f"http.host {host!r}: {error.strerror or error}") from None
+    try:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(address)
+        reserved.listen(BACKLOG)
+    except OSError as error:
+        reserved.close()
+        raise HttpBindError(f"http: cannot listen on {host}:{port}: {error.strerror}") from None
+    reserved.setblocking(False)
+    return reserved
+
+
+def base_url(reserved: socket.socket) -> str:
+    """What an OpenAI client takes as its base URL; a wildcard address is named by this host's name."""
+    host, port = reserved.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+
+
+class HttpServer:
+    """Serves the reserved socket from `start` to `stop`; requests that need the model are refused until `open`."""
+
+    def __init__(
+        self,
+        config: HttpConfig,
+        reserved: socket.socket,
+        gate: ServableGate,
+        registry: CollectorRegistry = REGISTRY,
+    ) -> None:
+        self._socket = reserved
+        self._door = Door(config, gate, registry)
+        self._server = _EmbeddedServer(
+            uvicorn.Config(
+                self._door,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            )
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def base_url(self) -> str:
+        return base_url(self._socket)
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="http")
+        await self._server.is_up.wait()
+        log.info("http", url=self.base_url)
+
+    def open(self, app: ASGIApp) -> None:
+        """The model is loaded: `app` answers from now on."""
+        self._door.app = app
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Running answers get `grace_seconds`, then their connections are closed. The socket is closed in any case."""
+        self._server.should_exit = True
+        if self._task is not None:
+            _, running = await asyncio.wait({self._task}, timeout=grace_seconds)
+            if running:
+                self._server.force_exit = True
+                await self._task
+        self._socket.close()
+
+
+class _EmbeddedServer(uvicorn.Server):
+    """Signals are the daemon's own business."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_up = asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.is_up.set()
+
+
+class Door:
+    """The ASGI app in front of vLLM's."""
+
+    def __init__(self, config: HttpConfig, gate: ServableGate, registry: CollectorRegistry) -> None:
+        self._config = config
+        self._gate = gate
+        self._registry = registry
+        self.app: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+        try:
+            answer: ASGIApp = await self._answer(scope, receive)
+        except ProtocolError as error:
+            answer = error_response(error)
+        await answer(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive) -> ASGIApp:
+        path = scope["path"]
+        if path == "/health":
+            return self._health()
+        if path == "/metrics":
+            return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+        self._check_key(Headers(scope=scope))
+        app = self._app_for(path)
+        body = await read_body(scope, receive, self._config.max_body_bytes)
+        check_depth(body)
+        return _WithBody(app, body)
+
+    def _health(self) -> Response:
+        refusal = self._gate.refusal()
+        if refusal is not None:
+            return error_response(refusal)
+        return JSONResponse({"state": self._gate.state.value, "weights_version": self._gate.version})
+
+    def _check_key(self, headers: Headers) -> None:
+        key = self._config.api_key
+        if key is None:
+            return
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not secrets.compare_digest(given.encode(), key.encode()):
+            raise ProtocolError(
+                ErrorCode.PEER_NOT_ALLOWED, "the Authorization header must carry the daemon's http.api_key"
+            )
+
+    def _app_for(self, path: str) -> ASGIApp:
+        needs_weights = PATHS.get(path)
+        if needs_weights is None:
+            raise ProtocolError(
+                ErrorCode.UNKNOWN_REQUEST, f"{path} is not served: {', '.join(sorted({*PATHS, *OPEN_PATHS}))} are"
+            )
+        refusal = self._gate.refusal()
+        if refusal is not None and (needs_weights or self.app is None):
+            raise refusal
+        if self.app is None:
+            raise ProtocolError(ErrorCode.LOADING, "the model is still loading")
+        return self.app
+
+
+class _WithBody:
+    """`app` with a request body that was read already; what the client does after it still comes through."""
+
+    def __init__(self, app: ASGIApp, body: bytes) -> None:
+        self._app = app
+        self._body: bytes | None = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def replay() -> Message:
+            if self._body is None:
+                return await receive()
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self._app(scope, replay, send)
+
+
+async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
+    """Raises `message_too_large`, where the length is announced before a byte of it is read."""
+    announced = Headers(scope=scope).get("content-length", "0")
+    if announced.isdecimal() and int(announced) > limit_bytes:
+        raise _too_large(limit_bytes)
+    parts: list[bytes] = []
+    size_bytes = 0
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ProtocolError(ErrorCode.CANCELLED, "the client left before its request was complete")
+        part = message.get("body", b"")
+        size_bytes += len(part)
+        if size_bytes > limit_bytes:
+            raise _too_large(limit_bytes)
+        parts.append(part)
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+def _too_large(limit_bytes: int) -> ProtocolError:
+    return ProtocolError(ErrorCode.MESSAGE_TOO_LARGE, f"the body is larger than http.max_body_bytes = {limit_bytes}")
+
+
+def check_depth(body: bytes) -> None:
+    """Raises `malformed_message` for JSON nested so deeply that parsers behind this one would recurse without end."""
+    depth = 0
+    for match in _JSON_NESTING.finditer(body):
+        first = match[0][:1]
+        if first in b"[{":
+            depth += 1
+            if depth > MAX_JSON_DEPTH:
+                raise ProtocolError(ErrorCode.MALFORMED_MESSAGE, f"JSON nested more than {MAX_JSON_DEPTH} levels deep")
+        elif first in b"]}":
+            depth -= 1
