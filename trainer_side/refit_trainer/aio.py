@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, TypeVar, Unpack
 
+from refit_protocol.digest import DigestMode
 from refit_protocol.endpoint import default_endpoint, socket_path
 from refit_protocol.messages import (
     Fact,
@@ -36,38 +37,49 @@ from refit_protocol.messages import (
     Welcome,
 )
 from refit_trainer.connection import Connection, ConnectionOptions
-from refit_trainer.errors import NotShareable
 from refit_trainer.inbox import Mailbox
 from refit_trainer.link import CurveKeys
 from refit_trainer.prompts import GenerateOptions, Prompt, deadline_of, generate_command
-from refit_trainer.refits import RefitOptions, Refits
+from refit_trainer.refits import RefitOptions, refit_in_place, restore
 from refit_trainer.replies import AsyncReplies, Item
+from refit_trainer.steps import Steps, walk
 from refit_trainer.stream import Delta, Sample, SampleAssembler
+from refit_trainer.writer import WriterRole
 
 if TYPE_CHECKING:
     import torch
+
+    from refit_protocol.tensors import TensorShape
+    from refit_trainer.staging import Staging, Weights
 
 _Fact = TypeVar("_Fact", bound=Fact)
 
 # Loading a model, waking up and draining before sleep move gigabytes or wait for generations.
 SLOW_SECONDS = 600.0
+_BUCKET_BYTES = 64 << 20
 
 
 class ConnectOptions(TypedDict, total=False):
-    """`lease_seconds`: how long the daemon keeps a session that gives no sign of life. `plan`: for in-place sources."""
+    """`lease_seconds`: how long the daemon keeps a session that gives no sign of life. `plan`: for in-place sources.
+
+    `bucket_bytes` is the size of each of the two staging buckets, 64 MiB by default.
+    """
 
     client: str
     lease_seconds: float | None
     curve: CurveKeys | None
     plan: PlanMode | None
+    bucket_bytes: int
 
 
 class AsyncDaemon:
     """A session with one daemon. Belongs to one event loop; made by `connect()`."""
 
-    def __init__(self, connection: Connection, plan: PlanMode | None, timeout_seconds: float) -> None:
+    def __init__(self, connection: Connection, timeout_seconds: float, options: ConnectOptions) -> None:
         self.connection = connection
-        self._refits = Refits(connection, plan)
+        self._role = WriterRole(connection, options.get("plan"))
+        self._bucket_bytes = options.get("bucket_bytes", _BUCKET_BYTES)
+        self._staging: Staging | None = None
         self._timeout_seconds = timeout_seconds
 
     @classmethod
@@ -89,6 +101,8 @@ class AsyncDaemon:
     async def close(self) -> None:
         """Ends the session: its streams are cancelled, and its memory is no longer mapped by the daemon."""
         await self.connection.close()
+        if self._staging is not None:
+            self._staging.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -107,30 +121,41 @@ class AsyncDaemon:
     async def digest(self, mode: Literal["sampled", "full"] = "sampled") -> WeightsDigest:
         return await self._ask(GetDigest(mode=mode), WeightsDigest, SLOW_SECONDS)
 
+    async def verify(self, weights: torch.nn.Module | Mapping[str, torch.Tensor], *, full: bool = False) -> bool:
+        """Whether the engine serves exactly these weights, by the digests of both; `full` looks at every element."""
+        return await walk(self.verify_steps(weights, full=full))
+
     async def logger_metrics(self, clear: bool = False) -> LoggerMetrics:
         return await self._ask(GetLoggerMetrics(clear=clear), LoggerMetrics)
 
     # --- weights ---
 
-    async def refit(self, weights: torch.nn.Module, **options: Unpack[RefitOptions]) -> RefitReport:
-        """Makes the engine serve `weights`, and returns when every worker holds them."""
-        from refit_trainer.sharing import shared_module
+    async def refit(
+        self,
+        weights: torch.nn.Module | Weights,
+        specs: Sequence[TensorShape] | None = None,
+        **options: Unpack[RefitOptions],
+    ) -> RefitReport:
+        """Makes the engine serve `weights`, and returns when every worker holds them: they may change at once.
 
-        shared = shared_module(weights)
-        if shared is None:
-            raise NotShareable("call share_parameters(model) first")
-        return await self._refits.commit(shared, options)
+        A module whose parameters are shared (`share_parameters`) is read in place. Any other module, a mapping from
+        checkpoint names to tensors, or an iterator of such pairs goes through two staging buckets; an iterator is
+        consumed as they fill, on this thread. What it will yield has to be announced before: `specs` if given, else
+        what it yielded last time, else the engine's own tensors in the dtype of the first one; `LayoutMismatch` if
+        something else comes.
+        """
+        return await walk(self.refit_steps(weights, specs, options))
 
     async def restore(self) -> WeightsRestored:
         """Puts back the last committed weights that the daemon kept."""
-        return await self._refits.restore(timeout_seconds=SLOW_SECONDS)
+        return await restore(self.connection, self._role, timeout_seconds=SLOW_SECONDS)
 
     async def acquire_writer(self, *, takeover: bool = False) -> None:
         """Becomes the one session that may refit, as the first refit does by itself; `takeover` fences another off."""
-        await self._refits.acquire_writer(takeover=takeover, timeout_seconds=self._timeout_seconds)
+        await self._role.acquire(takeover=takeover, timeout_seconds=self._timeout_seconds)
 
     async def release_writer(self) -> None:
-        await self._refits.release_writer(timeout_seconds=self._timeout_seconds)
+        await self._role.release(timeout_seconds=self._timeout_seconds)
 
     # --- generation ---
 
@@ -171,6 +196,38 @@ class AsyncDaemon:
 
     async def wake_up(self, tags: list[SleepTag] | None = None) -> SleepStateChanged:
         return await self._ask(WakeUp(tags=tags), SleepStateChanged, SLOW_SECONDS)
+
+    def verify_steps(self, weights: torch.nn.Module | Mapping[str, torch.Tensor], *, full: bool) -> Steps[bool]:
+        """`verify`, for a caller on another thread than the event loop's."""
+        import torch
+
+        from refit_trainer.digest import weights_digest
+        from refit_trainer.names import checkpoint_tensors
+
+        mode = DigestMode.FULL if full else DigestMode.SAMPLED
+        tensors = checkpoint_tensors(weights) if isinstance(weights, torch.nn.Module) else weights
+        manifest: Manifest = yield self.manifest()
+        served: WeightsDigest = yield self.digest(mode.value)
+        return weights_digest(tensors, manifest.tensors, mode) == served.digest
+
+    def refit_steps(
+        self, weights: torch.nn.Module | Weights, specs: Sequence[TensorShape] | None, options: RefitOptions
+    ) -> Steps[RefitReport]:
+        """`refit`, for a caller on another thread than the event loop's: see `steps`."""
+        import torch
+
+        from refit_trainer.names import checkpoint_tensors
+        from refit_trainer.sharing import shared_module
+        from refit_trainer.staging import Staging
+
+        if isinstance(weights, torch.nn.Module):
+            if (shared := shared_module(weights)) is not None:
+                report: RefitReport = yield refit_in_place(self.connection, self._role, shared, options)
+                return report
+            weights = checkpoint_tensors(weights)
+        if self._staging is None:
+            self._staging = Staging(self.connection, self._role, self._bucket_bytes)
+        return (yield from self._staging.refit(weights, specs, options, self.manifest))
 
     async def send_generate(self, command: Generate, blobs: list[bytes], mailbox: Mailbox) -> int:
         """For iterators of other kinds than `AsyncReplies`: the id of the request whose replies go to `mailbox`."""
@@ -229,7 +286,7 @@ class Connecting:
             )
         )
         await connection.open(self._timeout_seconds)
-        return AsyncDaemon(connection, self._options.get("plan"), self._timeout_seconds)
+        return AsyncDaemon(connection, self._timeout_seconds, self._options)
 
 
 def same(delta: Delta) -> Delta:

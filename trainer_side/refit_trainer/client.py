@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
 from refit_protocol.messages import (
@@ -27,10 +27,14 @@ from refit_trainer.errors import ClientClosed, UsedAfterFork
 from refit_trainer.prompts import GenerateOptions, Prompt, deadline_of, generate_command
 from refit_trainer.refits import RefitOptions
 from refit_trainer.replies import Item, Replies, ThreadMailbox
+from refit_trainer.steps import walk_blocking
 from refit_trainer.stream import Delta, Sample, SampleAssembler
 
 if TYPE_CHECKING:
     import torch
+
+    from refit_protocol.tensors import TensorShape
+    from refit_trainer.staging import Weights
 
 _Result = TypeVar("_Result")
 
@@ -130,9 +134,18 @@ class Daemon:
     def logger_metrics(self, clear: bool = False) -> LoggerMetrics:
         return self._thread.call(self._daemon.logger_metrics(clear))
 
-    def refit(self, weights: torch.nn.Module, **options: Unpack[RefitOptions]) -> RefitReport:
-        """Makes the engine serve `weights`; see `AsyncDaemon.refit`."""
-        return self._thread.call(self._daemon.refit(weights, **options))
+    def verify(self, weights: torch.nn.Module | Mapping[str, torch.Tensor], *, full: bool = False) -> bool:
+        """Whether the engine serves exactly these weights, by the digests of both; `full` looks at every element."""
+        return walk_blocking(self._daemon.verify_steps(weights, full=full), self._thread.call)
+
+    def refit(
+        self,
+        weights: torch.nn.Module | Weights,
+        specs: Sequence[TensorShape] | None = None,
+        **options: Unpack[RefitOptions],
+    ) -> RefitReport:
+        """Makes the engine serve `weights`; see `AsyncDaemon.refit`. An iterator is consumed on this thread."""
+        return walk_blocking(self._daemon.refit_steps(weights, specs, options), self._thread.call)
 
     def restore(self) -> WeightsRestored:
         return self._thread.call(self._daemon.restore())

@@ -9,9 +9,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 import refit_trainer.memory  # noqa: F401  (registers the CPU's backend)
-from refit_protocol.tensors import DType, SourceTensor, row_major_strides
+from refit_protocol.tensors import SourceTensor, row_major_strides
 from refit_trainer.backends import ExportedMemory, backend_for
 from refit_trainer.errors import NotShareable
+from refit_trainer.layouts import dtype_of
 from refit_trainer.names import bare_module, checkpoint_tensors, own_tensors
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
@@ -72,15 +73,6 @@ def shared_module(module: torch.nn.Module) -> SharedModule | None:
     if shared is not None and (part := shared.changed_part()) is not None:
         raise NotShareable(f"{part} was replaced or moved since share_parameters(): call share_parameters() again")
     return shared
-
-
-def dtype_of(tensor: torch.Tensor) -> DType:
-    """Raises `NotShareable` for dtypes that the wire does not know."""
-    name = str(tensor.dtype).removeprefix("torch.")
-    try:
-        return DType(name)
-    except ValueError:
-        raise NotShareable(f"dtype {name} cannot be sent, only {', '.join(DType)}") from None
 
 
 def _check_whole(tensors: list[tuple[str, torch.Tensor]]) -> None:

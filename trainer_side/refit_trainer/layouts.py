@@ -1,0 +1,74 @@
+"""What a refit announces before its first bucket: the names, dtypes and shapes of everything that will come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, TypeAlias
+
+from refit_protocol.messages import Manifest, ManifestTensor
+from refit_protocol.tensors import DType, TensorShape
+from refit_trainer.errors import LayoutMismatch, NotShareable
+
+if TYPE_CHECKING:
+    import torch
+
+Layout: TypeAlias = dict[str, TensorShape]
+NamedTensor: TypeAlias = "tuple[str, torch.Tensor]"
+
+
+def layout_of(tensors: Iterable[NamedTensor]) -> Layout:
+    return {name: _shape(name, tensor) for name, tensor in tensors}
+
+
+def predicted_layout(manifest: Manifest, name: str, first: torch.Tensor) -> Layout:
+    """What an iterator will yield, judged by its first tensor: all that the engine needs, in the trainer's dtype.
+
+    Where the engine keeps a tensor in another dtype than most (a router's bias in float32), so does the trainer.
+    """
+    needed = {tensor.name: tensor for tensor in manifest.tensors}
+    if name not in needed:
+        raise LayoutMismatch(f"{name} is not a tensor of the engine's model", details={"unexpected": [name]})
+    engine_dtype, trainer_dtype = needed[name].dtype, dtype_of(first)
+    return {
+        tensor.name: TensorShape(
+            name=tensor.name,
+            dtype=trainer_dtype if tensor.dtype == engine_dtype else tensor.dtype,
+            shape=tensor.shape,
+        )
+        for tensor in manifest.tensors
+        if not _may_be_left_out(tensor) or tensor.name == name
+    }
+
+
+def without_aliases(tensors: Iterable[NamedTensor], manifest: Manifest, announced: Layout) -> Iterator[NamedTensor]:
+    """Leaves out a tied tensor that is the very memory of the one it is tied to."""
+    aliases = {tensor.name: tensor.alias_of for tensor in manifest.tensors if tensor.alias_of is not None}
+    addresses: dict[str, int] = {}
+    for name, tensor in tensors:
+        if name in aliases.values():
+            addresses[name] = tensor.data_ptr()
+        if name in announced or addresses.get(aliases.get(name, "")) != tensor.data_ptr():
+            yield name, tensor
+
+
+def selected(tensors: Iterable[NamedTensor], names: frozenset[str]) -> Iterator[NamedTensor]:
+    return ((name, tensor) for name, tensor in tensors if name in names)
+
+
+def dtype_of(tensor: torch.Tensor) -> DType:
+    """Raises `NotShareable` for dtypes that the wire does not know."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    try:
+        return DType(name)
+    except ValueError:
+        raise NotShareable(f"dtype {name} cannot be sent, only {', '.join(DType)}") from None
+
+
+def _may_be_left_out(tensor: ManifestTensor) -> bool:
+    return tensor.optional or tensor.alias_of is not None
+
+
+def _shape(name: str, tensor: torch.Tensor) -> TensorShape:
+    if hasattr(tensor, "full_tensor"):
+        raise NotShareable(f"{name} is sharded: pass its full_tensor()")
+    return TensorShape(name=name, dtype=dtype_of(tensor), shape=tuple(tensor.shape))

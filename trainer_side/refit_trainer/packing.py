@@ -1,0 +1,115 @@
+"""Tensors packed into staging buckets, one bucket after the other, as the pieces that `ApplyBucket` names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+
+from refit_protocol.tensors import BucketPiece, TensorShape, aligned
+from refit_trainer.errors import LayoutMismatch
+
+ALIGNMENT_BYTES = 64
+
+
+@dataclass
+class FilledBucket:
+    """Bucket number `bucket` holds `pieces`, `size_bytes` in all."""
+
+    bucket: int
+    pieces: list[BucketPiece] = field(default_factory=list)
+    size_bytes: int = 0
+
+
+def pack(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    announced: Mapping[str, TensorShape],
+    buckets: Sequence[torch.Tensor],
+    max_pieces: int,
+) -> Iterator[FilledBucket]:
+    """Fills `buckets` (flat uint8 tensors of one size) in turn and yields each when it is full, the last one as it is.
+
+    `tensors` is consumed no further than the bucket in hand. A bucket is written again when the iterator is advanced
+    for the `len(buckets)`-th time: by then the daemon must have read it. Raises `LayoutMismatch` unless exactly the
+    announced tensors come, each once.
+    """
+    missing = dict(announced)
+    bucket_bytes = buckets[0].numel()
+    filled = FilledBucket(0)
+    for name, tensor in tensors:
+        _check_announced(name, tensor, announced, missing)
+        tensor = tensor.detach()
+        for first, count in _cuts(tensor, bucket_bytes):
+            offset_bytes = aligned(filled.size_bytes, ALIGNMENT_BYTES)
+            size_bytes = count * tensor.element_size()
+            if len(filled.pieces) == max_pieces or offset_bytes + size_bytes > bucket_bytes:
+                yield filled
+                filled, offset_bytes = FilledBucket((filled.bucket + 1) % len(buckets)), 0
+            target = buckets[filled.bucket][offset_bytes : offset_bytes + size_bytes]
+            copy_range(tensor, first, target.view(tensor.dtype))
+            filled.pieces.append(BucketPiece(name=name, first=first, count=count, offset_bytes=offset_bytes))
+            filled.size_bytes = offset_bytes + size_bytes
+    if missing:
+        raise LayoutMismatch(
+            f"announced, but not among the tensors: {_listed(missing)}", details={"missing": [*missing]}
+        )
+    yield filled
+
+
+def copy_range(tensor: torch.Tensor, first: int, flat: torch.Tensor) -> None:
+    """Copies the elements `[first, first + len(flat))` in row-major order into `flat`; the tensor may be strided."""
+    count = flat.numel()
+    if tensor.is_contiguous():
+        flat.copy_(tensor.view(-1)[first : first + count])
+    elif count == tensor.numel():
+        flat.view(tensor.shape).copy_(tensor)
+    else:
+        _copy_rows(tensor, first, flat)
+
+
+def _copy_rows(tensor: torch.Tensor, first: int, flat: torch.Tensor) -> None:
+    row_elements = prod(tensor.shape[1:])
+    done = 0
+    while done < flat.numel():
+        index, inside = divmod(first + done, row_elements)
+        rows = 0 if inside else (flat.numel() - done) // row_elements
+        if rows:
+            target = flat[done : done + rows * row_elements]
+            target.view(rows, *tensor.shape[1:]).copy_(tensor[index : index + rows])
+        else:
+            target = flat[done : done + row_elements - inside]
+            copy_range(tensor[index], inside, target)
+        done += target.numel()
+
+
+def _cuts(tensor: torch.Tensor, bucket_bytes: int) -> Iterator[tuple[int, int]]:
+    """(first element, count) of every piece: one for a tensor that fits a bucket, else whole rows where a row fits."""
+    room = bucket_bytes // tensor.element_size()
+    if tensor.numel() <= room:
+        yield 0, tensor.numel()
+        return
+    row_elements = prod(tensor.shape[1:])
+    most = room - room % row_elements if row_elements <= room else room
+    for first in range(0, tensor.numel(), most):
+        yield first, min(most, tensor.numel() - first)
+
+
+def _check_announced(
+    name: str, tensor: torch.Tensor, announced: Mapping[str, TensorShape], missing: dict[str, TensorShape]
+) -> None:
+    expected = missing.pop(name, None)
+    if expected is None:
+        raise LayoutMismatch(f"{name} {'comes a second time' if name in announced else 'was not announced'}")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tuple(tensor.shape) != expected.shape or dtype != expected.dtype:
+        raise LayoutMismatch(
+            f"{name} is {dtype} {list(tensor.shape)}, but {expected.dtype} {list(expected.shape)} was announced: "
+            "pass specs= to refit() to announce what the iterator yields"
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
