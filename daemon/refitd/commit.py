@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import structlog
 
+from refit_protocol.digest import combine_parts
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import (
     AttestMode,
@@ -121,7 +122,7 @@ class Commit:
     async def publish(self, ticket: Ticket, answers: Sequence[dict[str, Any]]) -> RefitReport:
         """All workers hold the new bytes: the version becomes the one served."""
         copied = time.monotonic()
-        self.digest = combine_digests([answer["digest"] for answer in answers])
+        self.digest = combine_digests(answers)
         self.digest_mode = ticket.attest
         self.restorable_version = None
         await self._gate.publish(ticket.version)
@@ -142,7 +143,7 @@ class Commit:
                 'no weights were kept: set refit.keep_last = "host", or commit a full refit',
             )
         answers = await self._engine.call_workers("refitd_restore", timeout_seconds=self._config.deadline_seconds)
-        self.digest = combine_digests([answer["digest"] for answer in answers])
+        self.digest = combine_digests(answers)
         self.digest_mode = "sampled"
         self._gate.step(EngineEvent.RESTORED)
         self.on_restored()
@@ -150,7 +151,7 @@ class Commit:
 
     async def read_digest(self, mode: Literal["sampled", "full"]) -> str:
         answers = await self._engine.call_workers("refitd_digest", mode, timeout_seconds=self._config.deadline_seconds)
-        digest = combine_digests([answer["digest"] for answer in answers])
+        digest = combine_digests(answers)
         assert digest is not None
         return digest
 
@@ -210,10 +211,10 @@ class Commit:
         self.restorable_version = self._gate.version
 
 
-def combine_digests(digests: Sequence[str | None]) -> str | None:
-    """Sum modulo 2^64 of the workers' parts: every element is counted by exactly one worker."""
-    parts = [int(digest, 16) for digest in digests if digest is not None]
-    return f"{sum(parts) & U64_MAX:016x}" if parts else None
+def combine_digests(answers: Sequence[dict[str, Any]]) -> str | None:
+    """The digest over all workers, None where none was asked for; raises `attest_failed` where replicas differ."""
+    parts = [answer["digest_parts"] for answer in answers]
+    return combine_parts(parts) if any(parts) else None
 
 
 def _report(ticket: Ticket, answers: Sequence[dict[str, Any]], digest: str | None, copied: float) -> RefitReport:

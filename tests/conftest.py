@@ -1,0 +1,75 @@
+"""One real engine per test session, and what every test may lean on."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from refit_trainer import Daemon, Sampling, share_parameters
+from tests.daemon_process import DaemonProcess, running_daemon
+from tests.tiny_tokenizer import build_tokenizer
+from tests.worker.models import build_model, random_model
+
+PROMPT = [5, 60, 7, 400, 9]
+GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="session")
+def short_directory() -> Iterator[Path]:
+    """A private directory with a path short enough for sockets, which pytest's own may not have."""
+    with tempfile.TemporaryDirectory(prefix="refitd-test-") as path:
+        yield Path(path)
+
+
+@pytest.fixture(scope="session")
+def model_path(short_directory: Path) -> Path:
+    """An untied two-layer Qwen3 with weights of seed 0 and a tokenizer."""
+    path = short_directory / "model"
+    build_model("qwen3", path, seed=0)
+    build_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def daemon_process(model_path: Path, short_directory: Path) -> Iterator[DaemonProcess]:
+    """The session's one daemon."""
+    with running_daemon(
+        model_path, short_directory / "run", "refit.keep_last=host", "http.enabled=true", "server.lease_seconds=20"
+    ) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def fresh_sample(daemon_process: DaemonProcess) -> tuple[list[int], list[float]]:
+    """Greedy ids and logprobs of the daemon as it was started, before any refit."""
+    with daemon_process.connect() as connected:
+        assert connected.status().version == 0, "another test refitted the daemon first"
+        sample = connected.generate_one(PROMPT, GREEDY)
+    return sample.token_ids.tolist(), sample.logprobs.tolist()
+
+
+@pytest.fixture
+def daemon(daemon_process: DaemonProcess, fresh_sample: tuple[list[int], list[float]]) -> Iterator[Daemon]:
+    """A fresh session on the session's daemon."""
+    with daemon_process.connect() as connected:
+        yield connected
+
+
+@pytest.fixture
+def model() -> Iterator[PreTrainedModel]:
+    """The trainer's model, weights A (seed 0), its parameters shared."""
+    shared = share_parameters(random_model("qwen3", seed=0))
+    yield shared
+
+
+def load_seed(model: PreTrainedModel, seed: int) -> None:
+    """Gives the shared model the weights of another seed, in place."""
+    other = random_model("qwen3", seed=seed)
+    with torch.no_grad():
+        for parameter, new in zip(model.parameters(), other.parameters(), strict=True):
+            parameter.copy_(new)

@@ -1,0 +1,134 @@
+"""A real daemon as a child process of the tests: started, watched, ended whatever happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from refit_protocol.messages import Status
+from refit_protocol.states import EngineState
+from refit_trainer import Daemon, RefitdError
+
+START_SECONDS = 240.0
+STOP_SECONDS = 30.0
+SMALL_ENGINE = (
+    "engine.enforce_eager=true",
+    "engine.cpu_kv_cache_gib=1",
+    "engine.max_model_len=256",
+    "engine.max_num_seqs=64",
+)
+
+
+@dataclass(frozen=True)
+class DaemonProcess:
+    """`endpoint` is where it listens, `log` what it wrote."""
+
+    process: subprocess.Popen[bytes]
+    endpoint: str
+    log: Path
+
+    def connect(self, client: str = "test", **options: object) -> Daemon:
+        return Daemon.connect(self.endpoint, client=client, **options)
+
+    def status(self) -> Status:
+        with self.connect() as daemon:
+            return daemon.status()
+
+    def engine_pids(self) -> list[int]:
+        """All living descendants of the daemon."""
+        return [pid for pid in descendants(self.process.pid)]
+
+    def wait_ready(self) -> None:
+        """Raises AssertionError with the log when it ends or takes too long."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, f"the daemon ended: {self.log.read_text()[-4000:]}"
+            if self._state() is EngineState.READY:
+                return
+            self._wait_briefly()
+        raise AssertionError(f"not ready in {START_SECONDS} s: {self.log.read_text()[-4000:]}")
+
+    def stop(self) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(STOP_SECONDS)
+        finally:
+            if self.process.poll() is None:
+                self.process.kill()
+                self.process.wait()
+
+    def _state(self) -> EngineState | None:
+        try:
+            return self.status().state
+        except RefitdError:
+            return None
+
+    def _wait_briefly(self) -> None:
+        try:
+            self.process.wait(0.3)
+        except subprocess.TimeoutExpired:
+            return
+
+
+@contextmanager
+def running_daemon(model: Path, directory: Path, *settings: str, wait: bool = True) -> Iterator[DaemonProcess]:
+    """A daemon for `model` with its runtime directory in `directory`; ended on leaving, also after a failure."""
+    daemon = start_daemon(model, directory, *settings)
+    try:
+        if wait:
+            daemon.wait_ready()
+        yield daemon
+    finally:
+        daemon.stop()
+
+
+def start_daemon(model: Path, directory: Path, *settings: str) -> DaemonProcess:
+    directory.mkdir(parents=True, exist_ok=True)
+    directory.chmod(0o700)
+    endpoint = f"ipc://{directory}/refitd.sock"
+    log = directory / "daemon.log"
+    options = [argument for setting in (*SMALL_ENGINE, *settings) for argument in ("--set", setting)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "refitd", "serve", "--model", str(model), "--endpoint", endpoint, *options],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "REFITD_RUNTIME_DIRECTORY": str(directory)},
+        )
+    return DaemonProcess(process, endpoint, log)
+
+
+def descendants(pid: int) -> list[int]:
+    """Living children of `pid` and theirs; zombies are dead."""
+    found: list[int] = []
+    waiting = [pid]
+    while waiting:
+        for child in _children(waiting.pop()):
+            found.append(child)
+            waiting.append(child)
+    return [child for child in found if is_alive(child)]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in ("Z", "X")
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:
+        return []

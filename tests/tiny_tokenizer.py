@@ -1,0 +1,39 @@
+"""A small real BPE tokenizer whose ids fit the tiny models' vocabulary of 512."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+VOCABULARY = 512
+SPECIAL_TOKENS = ["<|begin|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXT = [
+    "The daemon owns the engine and the trainer pushes its weights.",
+    "Reward rises when the policy says what the verifier wants to hear.",
+    'def step(table, state, event): return table[state, event]  # {"name": "add", "arguments": {"a": 1}}',
+    "user assistant system tool think 0 1 2 3 4 5 6 7 8 9",
+]
+
+
+def build_tokenizer(path: Path) -> None:
+    """Writes tokenizer files, with a chat template, into the model folder `path`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXT * 4, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<|begin|>", eos_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
+    )
+    fast.save_pretrained(path)
