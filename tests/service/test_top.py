@@ -1,0 +1,164 @@
+"""What status and top show, rendered to text at a fixed width."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console, RenderableType
+
+from refit_protocol.errors import ErrorCode
+from refit_protocol.messages import LastError, ModelInfo, RefitMilliseconds, RefitReport, Status
+from refit_protocol.states import EngineState
+from refitd.top import (
+    REFITS_SHOWN,
+    History,
+    Moment,
+    duration_text,
+    followed_by,
+    size_text,
+    status_json,
+    status_view,
+    top_view,
+)
+
+REPORT = RefitReport(
+    version=8,
+    path="plan",
+    tensors=399,
+    size_bytes=16_400_000_000,
+    partial=False,
+    policy="keep",
+    unplanned=[],
+    digest="00ff00ff00ff00ff",
+    milliseconds=RefitMilliseconds(validate=0.11, gate=0.22, copy=8.03, attest=0.55, publish=0.05, total=8.2),
+)
+STATUS = Status(
+    daemon_version="0.1.0",
+    pid=4242,
+    epoch=1,
+    state=EngineState.READY,
+    model=ModelInfo(name="qwen3-8b", vocab_size=512, max_model_len=4096, dtype="bfloat16", eos_token_ids=[1]),
+    version=8,
+    digest="00ff00ff00ff00ff",
+    digest_mode="sampled",
+    sleep_level=0,
+    asleep_tags=[],
+    progress=1.0,
+    sessions=2,
+    writer="trainer-0",
+    running_requests=64,
+    waiting_requests=3,
+    restorable_version=None,
+    last_refit=REPORT,
+    last_error=None,
+    uptime_seconds=7260.0,
+    logprobs_mode="processed_logprobs",
+    vllm_version="0.32.0",
+    devices=["GPU-1111"],
+)
+
+
+def changed(status: Status, **changes: Any) -> Status:
+    return msgspec.structs.replace(status, **changes)
+
+
+def text_of(renderable: RenderableType) -> str:
+    console = Console(width=140, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(renderable)
+    return captured.get()
+
+
+def test_status_shows_what_an_operator_asks_for() -> None:
+    """Model, state, version, requests, writer, devices and the last refit, without a live terminal."""
+    shown = text_of(status_view(STATUS))
+    for part in (
+        "ready",
+        "qwen3-8b",
+        "version 8",
+        "64 running, 3 waiting",
+        "trainer-0",
+        "GPU-1111",
+        "8.03 ms",
+        "2 h 1 min",
+    ):
+        assert part in shown
+
+
+def test_the_last_error_is_shown() -> None:
+    """Code and message, as the trainer that caused it saw them."""
+    error = LastError(code=ErrorCode.NOT_FINITE, message="lm_head.weight holds NaN", unix_seconds=0.0)
+    assert "not_finite: lm_head.weight holds NaN" in text_of(status_view(changed(STATUS, last_error=error)))
+
+
+def test_loading_shows_a_bar() -> None:
+    """How far the load is, before there is any model to name."""
+    loading = changed(STATUS, state=EngineState.LOADING, progress=0.25, model=None, last_refit=None)
+    shown = text_of(status_view(loading))
+    assert "25%" in shown
+    assert "not loaded" in shown
+
+
+def test_json_is_the_reply_itself() -> None:
+    """Programs get every field of the status under its name on the wire."""
+    parsed = json.loads(status_json(STATUS))
+    assert (parsed["version"], parsed["state"], parsed["last_refit"]["size_bytes"]) == (8, "ready", 16_400_000_000)
+
+
+def test_top_before_and_after_the_first_answer() -> None:
+    """It starts before the daemon does, and says whom it waits for."""
+    assert "waiting for a daemon at ipc:///run/x" in text_of(top_view(History(), "ipc:///run/x"))
+    shown = text_of(top_view(followed_by(History(), Moment(1.0, STATUS)), "ipc:///run/x"))
+    assert "qwen3-8b" in shown
+    assert "2 TB/s" in shown
+
+
+def test_token_rate_needs_two_looks_in_one_life() -> None:
+    """The rate is the difference of two looks; a restart in between makes them incomparable."""
+    once = followed_by(History(), Moment(10.0, STATUS, generated_tokens=1000))
+    assert once.tokens_per_second is None
+    twice = followed_by(once, Moment(12.0, STATUS, generated_tokens=5000))
+    assert twice.tokens_per_second == 2000
+    assert "2,000/s" in text_of(top_view(twice, ""))
+    restarted = followed_by(twice, Moment(14.0, changed(STATUS, epoch=2), generated_tokens=10))
+    assert restarted.tokens_per_second is None
+
+
+def test_refits_are_listed_once_and_newest_first() -> None:
+    """A refit seen in several looks is one line; old ones fall off the end."""
+    history = History()
+    for version in range(1, 20):
+        report = msgspec.structs.replace(REPORT, version=version)
+        for _ in range(2):
+            history = followed_by(history, Moment(float(version), changed(STATUS, last_refit=report)))
+    assert [report.version for report in history.refits] == list(range(19, 19 - REFITS_SHOWN, -1))
+
+
+def test_a_refit_in_progress_shows() -> None:
+    """While weights are being written there is a bar for it."""
+    refitting = changed(STATUS, state=EngineState.REFITTING)
+    assert "refitting" in text_of(top_view(followed_by(History(), Moment(1.0, refitting)), ""))
+
+
+@pytest.mark.parametrize("state", list(EngineState))
+def test_every_state_can_be_shown(state: EngineState) -> None:
+    """A state added to the protocol has its style here."""
+    assert state.value in text_of(status_view(changed(STATUS, state=state)))
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (999, "999 B"), (16.4e9, "16.4 GB"), (2.14e12, "2.14 TB"), (5e15, "5e+03 TB")]
+)
+def test_sizes(size: float, text: str) -> None:
+    """Three digits and a unit."""
+    assert size_text(size) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(5.9, "5 s"), (61, "1 min"), (7260, "2 h 1 min"), (200_000, "2 d 7 h")])
+def test_durations(seconds: float, text: str) -> None:
+    """The two largest units."""
+    assert duration_text(seconds) == text
