@@ -62,6 +62,8 @@ def export(environment: MutableMapping[str, str], vllm_level: str = "WARNING", j
     """Makes vLLM, in this process and in its children, log in the same way; call before vLLM is imported."""
     environment[STYLE_VARIABLE] = choose_style(json, stderr_is_journal(environment, sys.stderr))
     environment[LEVEL_VARIABLE] = vllm_level
+    # Until vLLM has set up its own handler, which it does late, this process's handler gets its lines.
+    logging.getLogger("vllm").setLevel(vllm_level)
     # An operator's own configuration of vLLM's logging wins.
     environment.setdefault("VLLM_LOGGING_CONFIG_PATH", str(VLLM_CONFIGURATION))
 
