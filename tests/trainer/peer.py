@@ -1,4 +1,4 @@
-"""A ROUTER on a thread that speaks the real protocol, for what no real daemon does on demand: silence, nonsense, restarts."""
+"""A ROUTER on a thread that speaks the real protocol, for what no daemon does on demand: silence, nonsense."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ from refit_protocol.messages import (
 
 MODEL = ModelInfo(name="tiny", vocab_size=512, max_model_len=256, dtype="bfloat16", eos_token_ids=[2])
 LIMITS = LimitInfo(
-    message_bytes=1 << 28, requests_per_session=1024, prompts_per_request=4096, bucket_pieces=1 << 16, buffered_bytes=1 << 28
+    message_bytes=1 << 28,
+    requests_per_session=1024,
+    prompts_per_request=4096,
+    bucket_pieces=1 << 16,
+    buffered_bytes=1 << 28,
 )
 
 
@@ -56,7 +60,7 @@ class Asked:
 
 @dataclass
 class Peer:
-    """Greets, acknowledges heartbeats and says goodbye by itself; every other request is put into `asked` for the test."""
+    """Greets, acknowledges heartbeats and says goodbye by itself; the test answers all else from `asked`."""
 
     endpoint: str
     epoch: int = 1
@@ -64,11 +68,14 @@ class Peer:
     heartbeat_seconds: float = 10.0
     keeps_sessions: bool = True
     answers_heartbeats: bool = True
+    answers_hello: bool = True
+    refuses_hello: ErrorCode | None = None
     asked: queue.Queue[Asked] = field(default_factory=queue.Queue)
     hellos: list[Hello] = field(default_factory=list)
     goodbyes: int = 0
     heartbeats: queue.Queue[Asked] = field(default_factory=queue.Queue)
     answer: Callable[[Asked], None] | None = None
+    _greeted: queue.Queue[Hello] = field(default_factory=queue.Queue)
     _outgoing: queue.SimpleQueue[list[Frame]] = field(default_factory=queue.SimpleQueue)
     _stop: threading.Event = field(default_factory=threading.Event)
 
@@ -77,6 +84,11 @@ class Peer:
         asked = self.asked.get(timeout=10)
         assert kind is None or isinstance(asked.body, kind), asked.body
         return asked
+
+    def wait_for_hellos(self, number: int) -> None:
+        """Returns when that many have come in all."""
+        while len(self.hellos) < number:
+            self._greeted.get(timeout=10)
 
     def send(self, frames: list[Frame]) -> None:
         self._outgoing.put(frames)
@@ -139,6 +151,13 @@ class Peer:
 
     def _greet(self, asked: Asked, hello: Hello) -> None:
         self.hellos.append(hello)
+        self._greeted.put(hello)
+        if self.refuses_hello is not None:
+            asked.fail(self.refuses_hello)
+        elif self.answers_hello:
+            self._welcome(asked, hello)
+
+    def _welcome(self, asked: Asked, hello: Hello) -> None:
         resumed = self.keeps_sessions and hello.resume == f"session-of-epoch-{self.epoch}"
         welcome = Welcome(
             protocol_version=PROTOCOL_VERSION,

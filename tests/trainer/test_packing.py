@@ -1,0 +1,144 @@
+"""Tensors cut into bucket pieces and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refit_protocol.tensors import ITEM_BYTES, check_pieces
+from refit_trainer import LayoutMismatch
+from refit_trainer.layouts import layout_of
+from refit_trainer.packing import copy_range, pack
+
+
+def buckets_of(size_bytes: int) -> list[torch.Tensor]:
+    return [torch.zeros(size_bytes, dtype=torch.uint8) for _ in range(2)]
+
+
+def unpacked(tensors: dict[str, torch.Tensor], size_bytes: int, max_pieces: int = 1 << 16) -> dict[str, torch.Tensor]:
+    """The tensors as a reader of the buckets finds them, each read before its bucket is written again."""
+    layout, buckets = layout_of(tensors.items()), buckets_of(size_bytes)
+    flat = {name: torch.empty(tensor.numel(), dtype=tensor.dtype) for name, tensor in tensors.items()}
+    for filled in pack(iter(tensors.items()), layout, buckets, max_pieces):
+        assert 0 < len(filled.pieces) <= max_pieces
+        check_pieces(filled.pieces, layout, size_bytes)
+        for piece in filled.pieces:
+            item_bytes = ITEM_BYTES[layout[piece.name].dtype]
+            memory = buckets[filled.bucket][piece.offset_bytes : piece.offset_bytes + piece.count * item_bytes]
+            flat[piece.name][piece.first : piece.first + piece.count] = memory.view(flat[piece.name].dtype)
+    return {name: values.reshape(tensors[name].shape) for name, values in flat.items()}
+
+
+def awkward_tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "odd": torch.randn(3).to(torch.bfloat16),
+        "next": torch.randn(2),
+        "empty": torch.empty(0, 4),
+        "scalar": torch.tensor(5.0),
+        "wide": torch.randn(7, 50),
+        "transposed": torch.randn(11, 13).t(),
+        "sliced": torch.randn(6, 5, 9)[:, 1:4, ::2],
+        "bytes": torch.randint(-100, 100, (65,), dtype=torch.int8),
+        "flags": torch.rand(9) > 0.5,
+    }
+
+
+@pytest.mark.parametrize("size_bytes", [64, 128, 192, 256, 1024, 1 << 16])
+def test_any_bucket_size_gives_the_same_tensors(size_bytes: int) -> None:
+    """From buckets smaller than a row to larger than all tensors."""
+    tensors = awkward_tensors()
+    found = unpacked(tensors, size_bytes)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("difference", [-64, 0, 64])
+def test_tensor_about_as_large_as_a_bucket(difference: int) -> None:
+    """One alignment step smaller, equal, and larger."""
+    tensors = {"before": torch.randn(3), "weight": torch.randn(1024 // 4), "after": torch.randn(3)}
+    found = unpacked(tensors, 1024 + difference)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_number_of_pieces_is_limited() -> None:
+    """A bucket is sent early rather than named by more pieces than the daemon takes."""
+    tensors = {str(index): torch.randn(2) for index in range(10)}
+    found = unpacked(tensors, 1 << 16, max_pieces=3)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=6), st.integers(1, 20), st.randoms())
+def test_packing_is_exact(shapes: list[list[int]], steps: int, random: object) -> None:
+    """Whatever the shapes, strides and bucket size."""
+    tensors = {}
+    for index, shape in enumerate(shapes):
+        order = list(range(len(shape)))
+        random.shuffle(order)
+        tensors[str(index)] = torch.randn(shape).permute(order)
+    found = unpacked(tensors, 64 * steps)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.data())
+def test_any_range_of_a_strided_tensor_is_copied(shape: list[int], data: st.DataObject) -> None:
+    """The same elements as from a contiguous copy."""
+    order = data.draw(st.permutations(range(len(shape))))
+    tensor = torch.randn(shape).permute(order)
+    first = data.draw(st.integers(0, tensor.numel()))
+    count = data.draw(st.integers(0, tensor.numel() - first))
+    flat = torch.empty(count)
+    copy_range(tensor, first, flat)
+    assert torch.equal(flat, tensor.reshape(-1)[first : first + count])
+
+
+def test_iterator_is_consumed_no_further_than_the_bucket() -> None:
+    """A generator that gathers shards never holds more than it has to."""
+    taken: list[str] = []
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in "abcd":
+            taken.append(name)
+            yield name, torch.ones(16)
+
+    announced = layout_of([(name, torch.ones(16)) for name in "abcd"])
+    packed = pack(tensors(), announced, buckets_of(64), 10)
+    next(packed)
+    assert taken == ["a", "b"]
+
+
+def test_parameters_are_packed_without_a_graph() -> None:
+    """Copying a parameter that wants gradients leaves no autograd history in the buckets."""
+    buckets = buckets_of(64)
+    tensors = {"weight": torch.nn.Parameter(torch.ones(4))}
+    list(pack(iter(tensors.items()), layout_of(tensors.items()), buckets, 10))
+    assert not buckets[0].requires_grad
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "says"),
+    [
+        ("other", torch.ones(4), "other was not announced"),
+        ("first", torch.ones(4), "first comes a second time"),
+        ("second", torch.ones(5), r"float32 \[5\], but float32 \[4\]"),
+        ("second", torch.ones(4, dtype=torch.float64), "float64"),
+    ],
+)
+def test_what_was_not_announced_is_refused(name: str, tensor: torch.Tensor, says: str) -> None:
+    """Unknown, repeated, or of another shape or dtype: said by name."""
+    announced = layout_of([("first", torch.ones(4)), ("second", torch.ones(4))])
+    with pytest.raises(LayoutMismatch, match=says):
+        list(pack(iter([("first", torch.ones(4)), (name, tensor)]), announced, buckets_of(1024), 10))
+
+
+def test_missing_tensors_are_listed() -> None:
+    """An iterator that ends too early is an error, not a smaller refit."""
+    announced = layout_of([("first", torch.ones(4)), ("second", torch.ones(4))])
+    with pytest.raises(LayoutMismatch, match="second") as caught:
+        list(pack(iter([("first", torch.ones(4))]), announced, buckets_of(1024), 10))
+    assert caught.value.details == {"missing": ["second"]}
