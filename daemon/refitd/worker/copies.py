@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from refitd.worker.boxes import Box, Transfer
 
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 16 << 20
+MIN_BYTES_FOR_THREADS = 1 << 20
 MAX_THREADS = 8
 
 
@@ -36,29 +37,34 @@ class CopyProgram:
     def __init__(self, copies: Sequence[Copy]) -> None:
         merged = _merge_neighbours(copies)
         self.size_bytes = sum(copy.transfer.elements * copy.target.element_size() for copy in merged)
-        plain = [copy for copy in merged if copy.source.dtype == copy.target.dtype and copy.target.device.type == "cpu"]
-        self._lanes = _spread([chunk for copy in plain for chunk in _chunks(copy)])
+        plain = [copy for copy in merged if _is_plain(copy)]
+        chunks = [chunk for copy in plain for chunk in _chunks(copy)]
+        self._chunks = sorted(chunks, key=lambda chunk: chunk[0].nbytes, reverse=True)
+        self._helpers = lane_count() - 1 if self.size_bytes >= MIN_BYTES_FOR_THREADS else 0
         # PyTorch spreads a cast over its own threads.
         self._others = [
             (view_of(copy.target, copy.transfer.target), view_of(copy.source, copy.transfer.source))
             for copy in merged
-            if not (copy.source.dtype == copy.target.dtype and copy.target.device.type == "cpu")
+            if not _is_plain(copy)
         ]
 
     def run(self) -> None:
         """Returns when every byte has arrived."""
-        here, *elsewhere = self._lanes
-        futures = [_threads().submit(_copy_all, lane) for lane in elsewhere if lane]
+        chunks = iter(self._chunks)
+        futures = [_threads().submit(_copy_all, chunks) for _ in range(self._helpers)]
         try:
-            _copy_all(here)
-            with torch.no_grad():
-                for target, source in self._others:
-                    target.copy_(source, non_blocking=True)
+            _copy_all(chunks)
+            self._copy_others()
         finally:
             # Nobody may go on while a thread still writes, whatever happened on this one.
             wait(futures)
         for future in futures:
             future.result()
+
+    def _copy_others(self) -> None:
+        with torch.no_grad():
+            for target, source in self._others:
+                target.copy_(source, non_blocking=True)
         if any(target.is_cuda for target, _ in self._others):
             torch.cuda.synchronize()
 
@@ -80,9 +86,14 @@ def lane_count() -> int:
     return min(available_cpus(), MAX_THREADS)
 
 
-def _copy_all(lane: list[_Pair]) -> None:
-    for target, source in lane:
+def _copy_all(chunks: Iterator[_Pair]) -> None:
+    """Threads share the iterator: each takes the next chunk when it is done with one."""
+    for target, source in chunks:
         np.copyto(target, source)
+
+
+def _is_plain(copy: Copy) -> bool:
+    return copy.source.dtype == copy.target.dtype and copy.target.device.type == "cpu"
 
 
 def copy_on_this_thread(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -91,17 +102,6 @@ def copy_on_this_thread(target: torch.Tensor, source: torch.Tensor) -> None:
         np.copyto(_as_numpy(target), _as_numpy(source))
     else:
         target.copy_(source)
-
-
-def _spread(pairs: list[_Pair]) -> list[list[_Pair]]:
-    """Lanes of about the same number of bytes, each in ascending order."""
-    lanes: list[list[_Pair]] = [[] for _ in range(lane_count())]
-    total = sum(target.nbytes for target, _ in pairs)
-    done = 0
-    for pair in pairs:
-        lanes[min(done * len(lanes) // max(total, 1), len(lanes) - 1)].append(pair)
-        done += pair[0].nbytes
-    return lanes
 
 
 def _merge_neighbours(copies: Sequence[Copy]) -> list[Copy]:

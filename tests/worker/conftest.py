@@ -1,0 +1,93 @@
+"""Checkpoints and workers, each made once per session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.worker.engines import LoadedWorker
+from tests.worker.models import Kind, build_model
+
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_engine() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        # Workers replace it by a function that refuses.
+        patch.setattr(torch, "set_num_threads", torch.set_num_threads)
+        yield
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Kind, int], Path]:
+    """The folder of a random checkpoint, by kind and seed."""
+    built: dict[tuple[Kind, int], Path] = {}
+
+    def find(kind: Kind, seed: int) -> Path:
+        if (kind, seed) not in built:
+            built[kind, seed] = build_model(kind, tmp_path_factory.mktemp(f"{kind}-{seed}-"), seed)
+        return built[kind, seed]
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def weights_of(checkpoint: Callable[[Kind, int], Path]) -> Callable[[Kind, int], Weights]:
+    """The tensors of that checkpoint."""
+
+    def read(kind: Kind, seed: int) -> Weights:
+        return load_file(checkpoint(kind, seed) / "model.safetensors")
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def workers(checkpoint: Callable[[Kind, int], Path]) -> Iterator[Callable[[Kind, int], LoadedWorker]]:
+    """A worker that has loaded that checkpoint and was not changed since."""
+    loaded: dict[tuple[Kind, int], LoadedWorker] = {}
+
+    def load(kind: Kind, seed: int) -> LoadedWorker:
+        if (kind, seed) not in loaded:
+            loaded[kind, seed] = LoadedWorker(checkpoint(kind, seed))
+        return loaded[kind, seed]
+
+    # vLLM's process groups are made for the first model, and only a model with experts gets the one for experts.
+    load("qwen3_moe", 0)
+    yield load
+    for worker in loaded.values():
+        worker.close()
+
+
+@pytest.fixture(scope="session")
+def fresh(workers: Callable[[Kind, int], LoadedWorker]) -> Callable[[Kind, int], Weights]:
+    """What a worker serves that has just loaded that checkpoint: the result every refit has to reach.
+
+    Of the worker that tests refit (see `worker_of`) this must be asked before its first refit.
+    """
+    known: dict[tuple[Kind, int], Weights] = {}
+
+    def read(kind: Kind, seed: int) -> Weights:
+        if (kind, seed) not in known:
+            known[kind, seed] = workers(kind, seed).served()
+        return known[kind, seed]
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def worker_of(
+    workers: Callable[[Kind, int], LoadedWorker], fresh: Callable[[Kind, int], Weights]
+) -> Callable[[Kind], LoadedWorker]:
+    """The worker of a kind, loaded from seed 0; shared by all tests, each of which has to bring its own weights."""
+
+    def load(kind: Kind) -> LoadedWorker:
+        fresh(kind, 0)
+        return workers(kind, 0)
+
+    return load

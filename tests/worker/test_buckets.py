@@ -1,0 +1,229 @@
+"""Bucket refits: whatever the cut and the order, the result is that of a fresh load; half a refit is told."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from refit_protocol.errors import ErrorCode, ProtocolError
+from refit_protocol.tensors import DType, TensorShape
+from refitd.worker.buckets import Coverage
+from tests.worker.engines import LoadedWorker, differences
+from tests.worker.models import Kind
+from tests.worker.trainers import ExportedMemory
+
+Weights = dict[str, torch.Tensor]
+SOURCE = 3
+
+
+def announced(weights: Weights) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        for name, tensor in weights.items()
+    ]
+
+
+def buckets_of(weights: Weights, bucket_bytes: int) -> Iterator[list[tuple[str, int, torch.Tensor]]]:
+    """(name, first element, elements) cut so that each list fits into a bucket."""
+    bucket: list[tuple[str, int, torch.Tensor]] = []
+    used = 0
+    for name, tensor in weights.items():
+        flat, first = tensor.reshape(-1), 0
+        while first < flat.numel():
+            room = (bucket_bytes - used) // tensor.element_size()
+            if room < 1:
+                yield bucket
+                bucket, used = [], 0
+                continue
+            piece = flat[first : first + room]
+            bucket.append((name, first, piece))
+            first, used = first + piece.numel(), used + piece.nbytes
+    yield bucket
+
+
+def push(
+    worker: LoadedWorker, memories: list[ExportedMemory], number: int, pieces: list[tuple[str, int, torch.Tensor]]
+) -> None:
+    """Packs one bucket and has the worker read it."""
+    memory, offset, described = memories[number], 0, []
+    for name, first, piece in pieces:
+        offset = -(-offset // piece.element_size()) * piece.element_size()
+        memory.view(piece.dtype, offset, piece.shape, (1,)).copy_(piece)
+        described.append({"name": name, "first": first, "count": piece.numel(), "offset_bytes": offset})
+        offset += piece.nbytes
+    worker.call("refitd_apply_bucket", number, described)
+
+
+def refit(worker: LoadedWorker, memories: list[ExportedMemory], weights: Weights, bucket_bytes: int) -> dict[str, Any]:
+    """A whole refit through alternating buckets, tensors in random order."""
+    names = list(weights)
+    random.Random(bucket_bytes).shuffle(names)
+    worker.call("refitd_begin", SOURCE, announced(weights))
+    for count, pieces in enumerate(buckets_of({name: weights[name] for name in names}, bucket_bytes)):
+        push(worker, memories, count % len(memories), pieces)
+    return worker.call("refitd_finish", "full")
+
+
+@pytest.fixture
+def memories() -> Iterator[list[ExportedMemory]]:
+    """Two buckets of 4 MiB, of which tests use as much as they like."""
+    with ExportedMemory(4 << 20) as one, ExportedMemory(4 << 20) as other:
+        yield [one, other]
+
+
+@pytest.fixture
+def bucket_worker(
+    request: pytest.FixtureRequest, worker_of: Callable[[Kind], LoadedWorker], memories: list[ExportedMemory]
+) -> Iterator[LoadedWorker]:
+    """A worker of the kind the test is parametrized with (Qwen3 without), with an open bucket source."""
+    worker = worker_of(getattr(request, "param", "qwen3"))
+    worker.call("refitd_open_source", SOURCE, "bucket", [memory.segment for memory in memories], [])
+    yield worker
+    worker.call("refitd_close_source", SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("bucket_worker", "kind"), [("qwen3_moe", "qwen3_moe"), ("qwen3_tied", "qwen3_tied")], indirect=["bucket_worker"]
+)
+def test_any_bucket_size_gives_the_fresh_load(
+    kind: Kind,
+    bucket_worker: LoadedWorker,
+    memories: list[ExportedMemory],
+    weights_of: Callable[[Kind, int], Weights],
+    fresh: Callable[[Kind, int], Weights],
+) -> None:
+    """Buckets around the largest tensor's size, larger than the model, and a tenth of it with cuts inside rows."""
+    largest = max(tensor.nbytes for tensor in weights_of(kind, 0).values())
+    sizes = [largest - 2, largest, largest + 2, 4 << 20, largest // 10 + 1, 1026]
+    for turn, size in enumerate(sizes):
+        finished = refit(bucket_worker, memories, weights_of(kind, turn % 2), size)
+        assert finished["path"] == "plan"
+        assert differences(bucket_worker.served(), fresh(kind, turn % 2)) == []
+
+
+def test_other_dtypes_are_cast(
+    bucket_worker: LoadedWorker,
+    memories: list[ExportedMemory],
+    weights_of: Callable[[Kind, int], Weights],
+    fresh: Callable[[Kind, int], Weights],
+) -> None:
+    """float32 pieces arrive as their cast, and odd element sizes may follow each other in a bucket."""
+    weights = {
+        name: tensor.to((torch.float32, torch.bfloat16)[index % 2])
+        for index, (name, tensor) in enumerate(weights_of("qwen3", 1).items())
+    }
+    refit(bucket_worker, memories, weights, 100_003)
+    assert differences(bucket_worker.served(), fresh("qwen3", 1)) == []
+
+
+def test_incomplete_refits_are_refused_and_say_what_is_missing(
+    bucket_worker: LoadedWorker, memories: list[ExportedMemory], weights_of: Callable[[Kind, int], Weights]
+) -> None:
+    """The answer says that bytes were written: the daemon must not serve them."""
+    weights = weights_of("qwen3", 1)
+    bucket_worker.call("refitd_begin", SOURCE, announced(weights))
+    push(bucket_worker, memories, 0, [("model.norm.weight", 3, weights["model.norm.weight"][3:])])
+    code, details, wrote = bucket_worker.refused("refitd_finish")
+    assert (code, wrote) == ("manifest_mismatch", True)
+    assert {"name": "model.norm.weight", "expected": 128, "received": 125} in details["incomplete"]
+    assert len(details["incomplete"]) == len(weights)
+    assert bucket_worker.call("refitd_abort")["wrote"]
+
+
+def test_elements_that_came_before_are_refused_unread(
+    bucket_worker: LoadedWorker, memories: list[ExportedMemory], weights_of: Callable[[Kind, int], Weights]
+) -> None:
+    """Nothing of such a bucket reaches the engine."""
+    weights = weights_of("qwen3", 1)
+    bucket_worker.call("refitd_begin", SOURCE, announced(weights))
+    before = bucket_worker.served()
+    pieces = [{"name": "model.norm.weight", "first": first, "count": 3, "offset_bytes": 0} for first in (10, 12)]
+    code, _, wrote = bucket_worker.refused("refitd_apply_bucket", 0, pieces)
+    assert (code, wrote) == ("invalid_descriptor", False)
+    assert differences(bucket_worker.served(), before) == []
+    assert not bucket_worker.call("refitd_abort")["wrote"]
+
+
+def test_announcements_are_checked_before_anything_is_written(
+    bucket_worker: LoadedWorker, weights_of: Callable[[Kind, int], Weights]
+) -> None:
+    """Missing, unexpected, misshapen and integer tensors are listed together."""
+    weights = announced(weights_of("qwen3", 1))
+    dropped = weights.pop()["name"]
+    weights[0]["shape"] = [1, 2]
+    weights[1]["dtype"] = "int8"
+    weights.append({"name": "stranger", "dtype": "bfloat16", "shape": [1]})
+    code, details, wrote = bucket_worker.refused("refitd_begin", SOURCE, weights)
+    assert (code, wrote) == ("manifest_mismatch", False)
+    assert (details["missing"], details["unexpected"]) == ([dropped], ["stranger"])
+    assert [item["name"] for item in details["shape"] + details["dtype"]] == [weights[0]["name"], weights[1]["name"]]
+
+
+@pytest.mark.parametrize("bucket_worker", ["qwen3_tied"], indirect=True)
+def test_tied_heads_may_come_equal(
+    bucket_worker: LoadedWorker,
+    memories: list[ExportedMemory],
+    weights_of: Callable[[Kind, int], Weights],
+    fresh: Callable[[Kind, int], Weights],
+) -> None:
+    """A head that differs from its embedding is an error, not a silent choice of one of them."""
+    weights = dict(weights_of("qwen3_tied", 1))
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    refit(bucket_worker, memories, weights, 50_000)
+    assert differences(bucket_worker.served(), fresh("qwen3_tied", 1)) == []
+    weights["lm_head.weight"][500, 3] += 1
+    bucket_worker.call("refitd_begin", SOURCE, announced(weights))
+    for pieces in buckets_of(weights, 4 << 20):
+        push(bucket_worker, memories, 0, pieces)
+    code, details, wrote = bucket_worker.refused("refitd_finish")
+    assert (code, details["different"], wrote) == ("manifest_mismatch", ["lm_head.weight"], True)
+
+
+def test_loader_path_stages_pieces(
+    bucket_worker: LoadedWorker,
+    memories: list[ExportedMemory],
+    weights_of: Callable[[Kind, int], Weights],
+    fresh: Callable[[Kind, int], Weights],
+) -> None:
+    """With the plan off, whole tensors are put together and handed to vLLM's loader."""
+    weights = weights_of("qwen3", 1)
+    bucket_worker.call("refitd_begin", SOURCE, announced(weights), None, "off")
+    for pieces in buckets_of(weights, 30_000):
+        push(bucket_worker, memories, 0, pieces)
+    assert bucket_worker.call("refitd_finish")["path"] == "loader"
+    assert differences(bucket_worker.served(), fresh("qwen3", 1)) == []
+
+
+def test_partial_refits_leave_the_rest_alone(
+    bucket_worker: LoadedWorker,
+    memories: list[ExportedMemory],
+    weights_of: Callable[[Kind, int], Weights],
+    fresh: Callable[[Kind, int], Weights],
+) -> None:
+    """Only the named tensors move, even one of three that share a fused parameter."""
+    refit(bucket_worker, memories, weights_of("qwen3", 0), 4 << 20)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    part = {name: weights_of("qwen3", 1)[name]}
+    bucket_worker.call("refitd_begin", SOURCE, announced(part), [name])
+    push(bucket_worker, memories, 0, [(name, 0, part[name].reshape(-1))])
+    bucket_worker.call("refitd_finish")
+    served, old, new = bucket_worker.served(), fresh("qwen3", 0), fresh("qwen3", 1)
+    fused = "model.layers.1.self_attn.qkv_proj.weight"
+    assert differences(served, old) == [fused]
+    assert torch.equal(served[fused], torch.cat([old[fused][:128], new[fused][128:192], old[fused][192:]]))
+
+
+def test_coverage_counts_ranges_in_any_order() -> None:
+    """Ranges may touch, not overlap, and empty ones are harmless."""
+    coverage = Coverage(TensorShape(name="t", dtype=DType.BFLOAT16, shape=(10, 10)))
+    for first, count in ((50, 50), (0, 10), (20, 30), (15, 0), (10, 10)):
+        assert not coverage.is_complete
+        coverage.add(first, count)
+    assert coverage.is_complete
+    with pytest.raises(ProtocolError) as caught:
+        coverage.add(99, 1)
+    assert caught.value.code is ErrorCode.INVALID_DESCRIPTOR
