@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from refit_trainer import Daemon, Sampling, share_parameters
 from tests.daemon_process import DaemonProcess, running_daemon
-from tests.tiny_tokenizer import build_tokenizer
+from tests.tiny_tokenizer import EOS_TOKEN_IDS, build_tokenizer
 from tests.worker.models import build_model, random_model
 
 PROMPT = [5, 60, 7, 400, 9]
@@ -30,7 +30,7 @@ def short_directory() -> Iterator[Path]:
 def model_path(short_directory: Path) -> Path:
     """An untied two-layer Qwen3 with weights of seed 0 and a tokenizer."""
     path = short_directory / "model"
-    build_model("qwen3", path, seed=0)
+    build_model("qwen3", path, seed=0, eos_token_id=EOS_TOKEN_IDS)
     build_tokenizer(path)
     return path
 
@@ -39,7 +39,12 @@ def model_path(short_directory: Path) -> Path:
 def daemon_process(model_path: Path, short_directory: Path) -> Iterator[DaemonProcess]:
     """The session's one daemon."""
     with running_daemon(
-        model_path, short_directory / "run", "refit.keep_last=host", "http.enabled=true", "server.lease_seconds=20"
+        model_path,
+        short_directory / "run",
+        "refit.keep_last=host",
+        "http.enabled=true",
+        "http.tool_call_parser=hermes",
+        "server.lease_seconds=20",
     ) as process:
         yield process
 

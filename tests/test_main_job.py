@@ -96,7 +96,9 @@ def test_every_token_fits_the_version_it_is_stamped_with(daemon: Daemon, model: 
             seen.add(run.version)
             for token in [next(tokens) for _ in range(run.count)]:
                 previous, last[delta.prompt, delta.output] = last[delta.prompt, delta.output], token
-                assert follows(permutations[run.version], previous, token), f"version {run.version} did not make {token}"
+                assert follows(permutations[run.version], previous, token), (
+                    f"version {run.version} did not make {token}"
+                )
     assert len(seen) >= 2, "the streams ended before a refit reached them"
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from tests.prefix.chat_styles import THINKING_CHATML
+
 VOCABULARY = 512
 SPECIAL_TOKENS = ["<|begin|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+# The turn's end is none of the tokenizer's own `eos_token`: the model's generation config names both.
+EOS_TOKEN_IDS = [SPECIAL_TOKENS.index("<|endoftext|>"), SPECIAL_TOKENS.index("<|im_end|>")]
 TEXT = [
     "The daemon owns the engine and the trainer pushes its weights.",
     "Reward rises when the policy says what the verifier wants to hear.",
@@ -34,6 +34,6 @@ def build_tokenizer(path: Path) -> None:
     )
     tokenizer.train_from_iterator(TEXT * 4, trainer)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<|begin|>", eos_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
+        tokenizer_object=tokenizer, bos_token="<|begin|>", eos_token="<|endoftext|>", chat_template=THINKING_CHATML
     )
     fast.save_pretrained(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import time
 from collections.abc import Coroutine, MutableMapping
 from enum import IntEnum
@@ -38,6 +39,8 @@ from refit_protocol.messages import (
     ResetPrefixCache,
     RestoreWeights,
     ResumeGeneration,
+    Sleep,
+    WakeUp,
 )
 from refit_protocol.states import EngineEvent, EngineState
 from refitd import log as logging_setup
@@ -48,8 +51,10 @@ from refitd.endpoint import EndpointError, EndpointLock
 from refitd.engine import Engine, EngineInfo, StartupError, engine_environment
 from refitd.gate import Gate
 from refitd.generation import Generation
+from refitd.http import HttpBindError, HttpServer, reserve_socket
 from refitd.lifecycle import Lifecycle
 from refitd.notify import Notifier, extending
+from refitd.power import Power
 from refitd.refit import Refit
 from refitd.sampler import LoggerMetricsSampler, read_vllm_figures
 from refitd.server import Server
@@ -86,7 +91,11 @@ def serve(config: Config, environment: MutableMapping[str, str]) -> ExitCode:
         log.error(str(error))
         return ExitCode.CONFIGURATION
     try:
-        return uvloop.run(App(config, lock, Notifier(environment)).run())
+        reserved = reserve_socket(config.http.host, config.http.port) if config.http.enabled else None
+        return uvloop.run(App(config, lock, reserved, Notifier(environment)).run())
+    except HttpBindError as error:
+        log.error(str(error))
+        return ExitCode.CONFIGURATION
     finally:
         lock.release()
 
@@ -94,7 +103,7 @@ def serve(config: Config, environment: MutableMapping[str, str]) -> ExitCode:
 class App:
     """All parts of one daemon. `run` is called once."""
 
-    def __init__(self, config: Config, lock: EndpointLock, notifier: Notifier) -> None:
+    def __init__(self, config: Config, lock: EndpointLock, reserved: socket.socket | None, notifier: Notifier) -> None:
         epoch = time.time_ns() // 1_000_000
         self._config = config
         self._lock = lock
@@ -110,7 +119,9 @@ class App:
         self.refit = Refit(config, self.engine, self.gate, self.commit, epoch)
         self.generation = Generation(config, self.engine, self.gate)
         self.lifecycle = Lifecycle(self.engine, self.gate, self.commit, self.refit, self.sessions, epoch)
+        self.power = Power(config.refit, self.engine, self.gate, self.commit)
         self.server = self._build_server()
+        self.http = None if reserved is None else HttpServer(config.http, reserved, self.gate)
         self._connect()
 
     async def run(self) -> ExitCode:
@@ -119,6 +130,9 @@ class App:
         self.server.bind(self._config.endpoint)
         self._lock.admit_group()
         self._spawn(self.sessions.expire(), "lease-expiry")
+        if self.http is not None:
+            await self.http.start()
+            self.lifecycle.http_url = self.http.base_url
         log.info("listening", endpoint=self._config.endpoint, pid=os.getpid())
         try:
             if not self._config.defer_load:
@@ -167,6 +181,8 @@ class App:
                 RestoreWeights: refit.restore,
                 LoadModel: lifecycle.load_model,
                 ResetPrefixCache: lifecycle.reset_prefix_cache,
+                Sleep: self.power.sleep,
+                WakeUp: self.power.wake_up,
             },
         )
 
@@ -174,13 +190,20 @@ class App:
         self.generation.send = self.server.send
         self.generation.can_send = self.server.can_send
         self.server.on_writable = self.generation.flush_identity
-        self.commit.abort_requests = self.generation.abort_all
+        self.commit.abort_requests = self._abort_requests
         self.sessions.on_close = [self.generation.session_closed, self.refit.session_closed]
         self.engine.on_death = self._engine_died
         self.lifecycle.on_loaded = [self._model_loaded]
         self.gate.on_change = lambda _state: self._say_status()
 
-    def _model_loaded(self, _info: EngineInfo) -> None:
+    async def _abort_requests(self, error: ErrorCode | None) -> None:
+        await self.generation.abort_all(error)
+        if self.http is not None:
+            await self.http.abort_all(error)
+
+    async def _model_loaded(self, info: EngineInfo) -> None:
+        if self.http is not None:
+            await self.http.serve_model(self.engine, info)
         metrics = self._config.metrics
         sampler = LoggerMetricsSampler(metrics.sample_interval_seconds, read_vllm_figures, metrics.max_samples)
         sampler.start()
@@ -244,7 +267,7 @@ class App:
         log.error("the engine died", reason=str(error) or type(error).__name__)
         self._death = error
         self.gate.step(EngineEvent.DIED)
-        self._spawn(self.generation.abort_all(ErrorCode.ENGINE_DEAD), "abort-after-death")
+        self._spawn(self._abort_requests(ErrorCode.ENGINE_DEAD), "abort-after-death")
         self._stop.set()
 
     # --- the end ------------------------------------------------------------------------------------------------------
@@ -270,7 +293,7 @@ class App:
             await asyncio.wait({drain, now}, timeout=settings.drain_seconds, return_when=asyncio.FIRST_COMPLETED)
             drain.cancel()
             now.cancel()
-            await self.generation.abort_all(ErrorCode.DRAINING)
+            await self._abort_requests(ErrorCode.DRAINING)
 
     async def _drain_work(self) -> None:
         await self.refit.settle()
@@ -282,6 +305,8 @@ class App:
         """Last replies go out, then sessions, engine and socket go, in this order."""
         self._notifier.stopping()
         await self._finish_requests()
+        if self.http is not None:
+            await self.http.stop(grace_seconds=1.0)
         await self.sessions.close_all("the daemon ends")
         if self.lifecycle.sampler is not None:
             await self.lifecycle.sampler.stop()

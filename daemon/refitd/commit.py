@@ -20,7 +20,7 @@ from refit_protocol.messages import (
     RefitReport,
     UnplannedTensor,
 )
-from refit_protocol.states import NOT_SERVABLE, EngineEvent, EngineState
+from refit_protocol.states import NOT_SERVABLE, SLEEP_TRANSITIONS, EngineEvent, EngineState, SleepEvent, step
 from refitd.config import RefitConfig
 from refitd.engine import Engine, WorkerError
 from refitd.gate import Gate
@@ -81,8 +81,9 @@ class Commit:
     ) -> Ticket:
         """Raises what makes a refit impossible from the start: the state, the version, a partial one on torn weights."""
         state = self._gate.state
-        if state not in (EngineState.READY, EngineState.TORN):
+        if state not in (EngineState.READY, EngineState.TORN, EngineState.ASLEEP):
             raise ProtocolError(*NOT_SERVABLE[state], state=state.value)
+        step(SLEEP_TRANSITIONS, self._gate.sleep, _sleep_event(partial))
         if partial and state is EngineState.TORN:
             raise ProtocolError(ErrorCode.TORN, "the weights are torn: only a full refit can replace all of them")
         wanted = self._gate.version + 1 if version is None else version
@@ -116,7 +117,8 @@ class Commit:
         finally:
             if frozen and self._gate.state is not EngineState.DEAD:
                 await self._engine.thaw()
-        self._gate.step(EngineEvent.REFIT_COMMITTED)
+        self._gate.sleep = step(SLEEP_TRANSITIONS, self._gate.sleep, _sleep_event(ticket.partial))
+        self._gate.refit_ended(EngineEvent.REFIT_COMMITTED)
         await self._keep_last()
 
     async def publish(self, ticket: Ticket, answers: Sequence[dict[str, Any]]) -> RefitReport:
@@ -132,6 +134,10 @@ class Commit:
         self.on_committed(report)
         return report
 
+    def weights_dropped(self) -> None:
+        """Level 2 sleep: nothing is served until a full refit."""
+        self.digest = None
+
     def failure(self, message: str, *, wrote: bool) -> WorkerError:
         return WorkerError(ErrorCode.REFIT_FAILED, message, wrote=wrote)
 
@@ -145,7 +151,7 @@ class Commit:
         answers = await self._engine.call_workers("refitd_restore", timeout_seconds=self._config.deadline_seconds)
         self.digest = combine_digests(answers)
         self.digest_mode = "sampled"
-        self._gate.step(EngineEvent.RESTORED)
+        self._gate.refit_ended(EngineEvent.RESTORED)
         self.on_restored()
         log.info("weights restored", version=self._gate.version, digest=self.digest)
 
@@ -170,7 +176,7 @@ class Commit:
         """Nothing was written."""
         if self._gate.state is EngineState.DEAD:
             return
-        self._gate.step(EngineEvent.REFIT_TORN if was_torn else EngineEvent.REFIT_REFUSED)
+        self._gate.refit_ended(EngineEvent.REFIT_TORN if was_torn else EngineEvent.REFIT_REFUSED)
         self._report_failure(error)
 
     async def _failed(self, error: BaseException, *, was_torn: bool) -> None:
@@ -241,6 +247,10 @@ def _report(ticket: Ticket, answers: Sequence[dict[str, Any]], digest: str | Non
             total=(now - ticket.started) * 1e3,
         ),
     )
+
+
+def _sleep_event(partial: bool) -> SleepEvent:
+    return SleepEvent.PARTIAL_REFIT if partial else SleepEvent.FULL_REFIT
 
 
 def _path(paths: Sequence[RefitPath]) -> RefitPath:

@@ -14,6 +14,7 @@ from dataclasses import fields
 from typing import Any
 
 import vllm
+import vllm.exceptions
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.request import LoRARequest
@@ -27,9 +28,16 @@ from vllm.v1.metrics.stats import IterationStats
 from refit_protocol.messages import ModelInfo, Sampling
 
 VLLM_VERSION: str = vllm.__version__
+# From 0.30 on vLLM's refusals of a request are no ValueErrors any more.
+REFUSALS: tuple[type[Exception], ...] = (
+    ValueError,
+    TypeError,
+    getattr(vllm.exceptions, "VLLMClientError", vllm.exceptions.VLLMValidationError),
+)
 StepSink = Callable[[list[EngineCoreOutput]], None]
 
 __all__ = [
+    "REFUSALS",
     "VLLM_VERSION",
     "AsyncEngineArgs",
     "EngineDeadError",

@@ -45,6 +45,7 @@ class HttpCall:
     messages: Messages
     earlier: EarlierTokens | None
     min_version: int | None
+    wait_seconds: float | None
     generates: bool
     trace: Trace = field(default_factory=Trace)
     prefix_mismatch: str | None = None
@@ -86,6 +87,7 @@ class OpenAIEndpoint:
         # vLLM's error handlers stop this server when the engine dies; ours is stopped by the daemon.
         app.state.server = SimpleNamespace(should_exit=False)
         app.add_exception_handler(ProtocolError, _answer_error)
+        app.middleware_stack = None  # one of vLLM's add-ons has built it already, without our handler
         self._take_over(app.state)
         self.app = app
 
@@ -110,7 +112,7 @@ class OpenAIEndpoint:
             call = await self._begin(request, raw_request, generates=True)
             _want_ids_and_logprobs(request)
             # Refused or kept waiting here, an answer can still have a status; once a stream has begun it has one.
-            await self._gate.admit(call.min_version)
+            await self._gate.admit(call.min_version, call.wait_seconds)
             answer = await create(request, raw_request)
             if isinstance(answer, AsyncGenerator):
                 return stamped_events(answer, call.trace, call.report)
@@ -134,7 +136,7 @@ class OpenAIEndpoint:
         body = await raw_request.json()
         messages = body.get("messages") or []
         earlier = earlier_tokens(messages, body.get("required_prefix_token_ids"), self._model.vocab_size)
-        call = HttpCall(request, messages, earlier, _min_version(body), generates)
+        call = HttpCall(request, messages, earlier, *_patience(body), generates)
         call.resolved["logprobs_mode"] = self._logprobs_mode
         _call.set(call)
         return call
@@ -253,7 +255,7 @@ class EngineRequests:
     async def _generate(
         self, call: HttpCall, first: int, prompt: Any, sampling_params: Any, request_id: str, options: Mapping[str, Any]
     ) -> AsyncIterator[Any]:
-        await self._gate.admit(call.min_version)
+        await self._gate.admit(call.min_version, call.wait_seconds)
         self._gate.enter()
         _adding.set((call.trace, first))
         try:
@@ -351,11 +353,14 @@ def _want_ids_and_logprobs(request: Any) -> None:
         request.logprobs = True if hasattr(request, "top_logprobs") else 0
 
 
-def _min_version(body: Mapping[str, Any]) -> int | None:
-    wanted = body.get("min_version")
-    if wanted is not None and (type(wanted) is not int or wanted < 0):
-        raise ProtocolError(ErrorCode.INVALID_SAMPLING, f"min_version is {wanted!r}, not a weights version")
-    return wanted
+def _patience(body: Mapping[str, Any]) -> tuple[int | None, float | None]:
+    """The version a request waits for at the gate, and for how many seconds at most."""
+    version, seconds = body.get("min_version"), body.get("wait_seconds")
+    if version is not None and (type(version) is not int or version < 0):
+        raise ProtocolError(ErrorCode.INVALID_SAMPLING, f"min_version is {version!r}, not a weights version")
+    if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds < 0):
+        raise ProtocolError(ErrorCode.INVALID_SAMPLING, f"wait_seconds is {seconds!r}, not a number of seconds")
+    return version, seconds
 
 
 def _with_template_arguments(chat_params: Any, generation_prompt: bool) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -187,7 +187,7 @@ class Engine:
             request = await self.llm.submit(
                 request_id, token_ids, params, cache_salt=f"refitd-{version}", priority=priority, lora=self._lora(lora)
             )
-        except (ValueError, TypeError) as error:
+        except compat.REFUSALS as error:
             raise ProtocolError(ErrorCode.INVALID_SAMPLING, str(error)) from None
         return compat.detokenizer(self.llm, request) if params.detokenize else None
 
@@ -237,10 +237,19 @@ class Engine:
             )
 
     async def sleep(self, level: int) -> None:
-        await self.llm.sleep(level=level)
+        """Raises `engine_error` with vLLM's reason."""
+        await self._try(self.llm.sleep(level=level), "sleep")
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
-        await self.llm.wake_up(tags=None if tags is None else list(tags))
+        """Raises `engine_error` with vLLM's reason, such as too little device memory; it may be asked again."""
+        await self._try(self.llm.wake_up(tags=None if tags is None else list(tags)), "wake up")
+
+    async def _try(self, work: Awaitable[Any], what: str) -> None:
+        try:
+            await work
+        # vLLM hands on what its workers raised as a plain Exception with their words.
+        except Exception as error:
+            raise ProtocolError(ErrorCode.ENGINE_ERROR, f"the engine could not {what}: {error}") from error
 
     def stop(self) -> None:
         """Ends the engine's processes at once; in-flight requests must have been ended before."""

@@ -11,7 +11,21 @@ from collections.abc import Awaitable, Callable
 
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import LastError
-from refit_protocol.states import ENGINE_TRANSITIONS, NOT_SERVABLE, EngineEvent, EngineState, step
+from refit_protocol.states import (
+    ENGINE_TRANSITIONS,
+    NOT_SERVABLE,
+    SLEEP_TRANSITIONS,
+    EngineEvent,
+    EngineState,
+    SleepEvent,
+    SleepState,
+    step,
+)
+
+SLEEP_ADVICE = {
+    SleepState.EMPTY: "commit a full refit first",
+    SleepState.LEVEL_2_WEIGHTS_EMPTY: "commit a full refit, then send WakeUp",
+}
 
 
 class Gate:
@@ -19,6 +33,7 @@ class Gate:
 
     def __init__(self, wait_seconds: float, max_waiting: int) -> None:
         self.state = EngineState.UNLOADED
+        self.sleep = SleepState.AWAKE
         self.version = 0
         self.last_error: LastError | None = None
         self.running = 0
@@ -46,6 +61,23 @@ class Gate:
         for hook in self.on_publish:
             await hook(version)
 
+    def step_sleep(self, event: SleepEvent) -> None:
+        """Follows the sleep table, and keeps the engine's state in step with it: whatever sleeps is not served.
+
+        Raises `not_allowed_now` where the table does not allow `event`.
+        """
+        self.sleep = step(SLEEP_TRANSITIONS, self.sleep, event)
+        if self.sleep is not SleepState.AWAKE and self.state is EngineState.READY:
+            self.step(EngineEvent.FELL_ASLEEP)
+        elif self.sleep is SleepState.AWAKE and self.state is EngineState.ASLEEP:
+            self.step(EngineEvent.WOKE)
+
+    def refit_ended(self, outcome: EngineEvent) -> None:
+        """Leaves `refitting`; what slept before the refit sleeps on."""
+        self.step(outcome)
+        if self.sleep is not SleepState.AWAKE and self.state is EngineState.READY:
+            self.step(EngineEvent.FELL_ASLEEP)
+
     def failed(self, error: ProtocolError) -> None:
         """Remembers the last error for `Status`."""
         self.last_error = LastError(code=error.code, message=error.message, unix_seconds=time.time())
@@ -53,7 +85,12 @@ class Gate:
     def refusal(self) -> ProtocolError | None:
         """Why a request that needs weights cannot be served in this state, None where it can, if need be after waiting."""
         reason = NOT_SERVABLE.get(self.state)
-        return None if reason is None else ProtocolError(*reason, state=self.state.value)
+        if reason is None:
+            return None
+        code, advice = reason
+        if self.state is EngineState.ASLEEP:
+            advice = f"the engine is {self.sleep.value}: {SLEEP_ADVICE.get(self.sleep, 'send WakeUp first')}"
+        return ProtocolError(code, advice, state=self.state.value)
 
     async def admit(self, min_version: int | None = None, wait_seconds: float | None = None) -> int:
         """Waits, bounded, while a refit is under way or `min_version` is not served yet; returns the version served.

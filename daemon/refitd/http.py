@@ -12,19 +12,23 @@ import secrets
 import socket
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import structlog
 import uvicorn
-from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, Counter, generate_latest
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from refit_protocol.errors import ErrorCode, ProtocolError
-from refit_protocol.states import EngineState
 from refitd.config import HttpConfig
+from refitd.engine import Engine, EngineInfo, StartupError
+from refitd.gate import Gate
 from refitd.http_errors import error_response
+
+if TYPE_CHECKING:
+    from refitd.compat_openai import OpenAIEndpoint
 
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75
@@ -49,18 +53,6 @@ log = structlog.get_logger()
 
 class HttpBindError(Exception):
     """The endpoint's address cannot be bound; one line that says which and why."""
-
-
-class ServableGate(Protocol):
-    """What HTTP needs of the gate to answer without the engine."""
-
-    @property
-    def state(self) -> EngineState: ...
-
-    @property
-    def version(self) -> int: ...
-
-    def refusal(self) -> ProtocolError | None: ...
 
 
 def reserve_socket(host: str, port: int) -> socket.socket:
@@ -98,10 +90,16 @@ class HttpServer:
         self,
         config: HttpConfig,
         reserved: socket.socket,
-        gate: ServableGate,
+        gate: Gate,
         registry: CollectorRegistry = REGISTRY,
     ) -> None:
+        self._config = config
         self._socket = reserved
+        self._endpoint: OpenAIEndpoint | None = None
+        self._prefixes = Counter(
+            "refitd_http_prefixes", "Prompts that asked for exact earlier tokens.", ["outcome"], registry=registry
+        )
+        self._gate = gate
         self._door = Door(config, gate, registry)
         self._server = _EmbeddedServer(
             uvicorn.Config(
@@ -121,13 +119,31 @@ class HttpServer:
         return base_url(self._socket)
 
     async def start(self) -> None:
+        """Answers from now on, if only that the model is still loading."""
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="http")
         await self._server.is_up.wait()
         log.info("http", url=self.base_url)
 
+    async def serve_model(self, engine: Engine, info: EngineInfo) -> None:
+        """The model is loaded: vLLM's app answers. Raises `StartupError` for a parser or template that vLLM refuses."""
+        from refitd.compat_openai import OpenAIEndpoint
+
+        endpoint = OpenAIEndpoint(engine.llm, info.model, self._config, self._gate, info.logprobs_mode)
+        try:
+            await endpoint.build()
+        except (KeyError, TypeError, ValueError) as error:
+            raise StartupError(f"http: vLLM's server app did not start: {error}") from error
+        endpoint.on_prefix = lambda outcome: self._prefixes.labels(outcome).inc()
+        self._endpoint = endpoint
+        self.open(endpoint.app)
+
     def open(self, app: ASGIApp) -> None:
-        """The model is loaded: `app` answers from now on."""
         self._door.app = app
+
+    async def abort_all(self, error: ErrorCode | None) -> None:
+        """Ends every running request: with the tokens it has, or with `error`."""
+        if self._endpoint is not None:
+            await self._endpoint.abort_all(error)
 
     async def stop(self, grace_seconds: float) -> None:
         """Running answers get `grace_seconds`, then their connections are closed. The socket is closed in any case."""
@@ -159,7 +175,7 @@ class _EmbeddedServer(uvicorn.Server):
 class Door:
     """The ASGI app in front of vLLM's."""
 
-    def __init__(self, config: HttpConfig, gate: ServableGate, registry: CollectorRegistry) -> None:
+    def __init__(self, config: HttpConfig, gate: Gate, registry: CollectorRegistry) -> None:
         self._config = config
         self._gate = gate
         self._registry = registry

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
+import msgspec
 import structlog
 
 from refit_protocol.errors import ErrorCode, ProtocolError
@@ -20,9 +21,10 @@ from refit_protocol.messages import (
     ModelLoaded,
     PrefixCacheReset,
     ResetPrefixCache,
+    SleepTag,
     Status,
 )
-from refit_protocol.states import EngineEvent
+from refit_protocol.states import ASLEEP, EngineEvent
 from refitd import __version__
 from refitd.commit import Commit
 from refitd.engine import Engine, EngineInfo
@@ -50,7 +52,7 @@ class Lifecycle:
         self._load: asyncio.Task[EngineInfo] | None = None
         self.sampler: LoggerMetricsSampler | None = None
         self.http_url: str | None = None
-        self.on_loaded: list[Callable[[EngineInfo], None]] = []
+        self.on_loaded: list[Callable[[EngineInfo], Awaitable[None]]] = []
 
     # --- load ---------------------------------------------------------------------------------------------------------
 
@@ -72,7 +74,7 @@ class Lifecycle:
         self._sessions.model = info.model
         await self._commit.begin_service()
         for hook in self.on_loaded:
-            hook(info)
+            await hook(info)
         self._gate.step(EngineEvent.LOADED)
         log.info("model loaded", model=info.model.name, load_seconds=round(info.load_seconds, 1), devices=info.devices)
         return info
@@ -85,6 +87,7 @@ class Lifecycle:
 
     def read_status(self) -> Status:
         gate, info, writer = self._gate, self._engine.info, self._refit.writer.session
+        level, tags = ASLEEP[gate.sleep]
         return Status(
             daemon_version=__version__,
             pid=os.getpid(),
@@ -94,8 +97,8 @@ class Lifecycle:
             version=gate.version,
             digest=self._commit.digest,
             digest_mode=self._commit.digest_mode,
-            sleep_level=0,
-            asleep_tags=[],
+            sleep_level=level,
+            asleep_tags=msgspec.convert(tags, list[SleepTag]),
             progress=1.0 if info is not None else 0.0,
             sessions=len(self._sessions),
             writer=None if writer is None else writer.client,

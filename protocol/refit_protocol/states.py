@@ -43,6 +43,7 @@ ENGINE_TRANSITIONS: dict[tuple[EngineState, EngineEvent], EngineState] = {
     (_S.LOADING, _E.LOADED): _S.READY,
     (_S.READY, _E.REFIT_STARTED): _S.REFITTING,
     (_S.TORN, _E.REFIT_STARTED): _S.REFITTING,
+    (_S.ASLEEP, _E.REFIT_STARTED): _S.REFITTING,
     (_S.REFITTING, _E.REFIT_COMMITTED): _S.READY,
     (_S.REFITTING, _E.REFIT_REFUSED): _S.READY,
     (_S.REFITTING, _E.REFIT_TORN): _S.TORN,
@@ -66,6 +67,80 @@ NOT_SERVABLE: dict[EngineState, tuple[ErrorCode, str]] = {
     _S.ASLEEP: (ErrorCode.ASLEEP, "the engine is asleep: send WakeUp first"),
     _S.DRAINING: (ErrorCode.DRAINING, "the daemon is shutting down: connect to another, or wait for its restart"),
     _S.DEAD: (ErrorCode.ENGINE_DEAD, "the engine has died: the daemon exits so that its supervisor restarts it"),
+}
+
+
+class SleepState(StrEnum):
+    """What of the engine sleeps. `empty`: level 2 dropped the weights, and they lie there unwritten since."""
+
+    AWAKE = "awake"
+    LEVEL_1 = "asleep at level 1"
+    LEVEL_1_WEIGHTS_AWAKE = "level 1, weights awake"
+    LEVEL_1_KV_CACHE_AWAKE = "level 1, KV cache awake"
+    LEVEL_2 = "asleep at level 2"
+    LEVEL_2_WEIGHTS_EMPTY = "level 2, weights awake but empty"
+    LEVEL_2_KV_CACHE_AWAKE = "level 2, KV cache awake"
+    EMPTY = "awake, but the weights are empty"
+
+
+class SleepEvent(StrEnum):
+    SLEEP_1 = "sleep at level 1"
+    SLEEP_2 = "sleep at level 2"
+    WAKE_ALL = "wake up"
+    WAKE_WEIGHTS = "wake the weights"
+    WAKE_KV_CACHE = "wake the KV cache"
+    FULL_REFIT = "full refit"
+    PARTIAL_REFIT = "partial refit"
+
+
+_P, _V = SleepState, SleepEvent
+SLEEP_TRANSITIONS: dict[tuple[SleepState, SleepEvent], SleepState] = {
+    (_P.AWAKE, _V.SLEEP_1): _P.LEVEL_1,
+    (_P.AWAKE, _V.SLEEP_2): _P.LEVEL_2,
+    (_P.AWAKE, _V.WAKE_ALL): _P.AWAKE,
+    (_P.AWAKE, _V.WAKE_WEIGHTS): _P.AWAKE,
+    (_P.AWAKE, _V.WAKE_KV_CACHE): _P.AWAKE,
+    (_P.AWAKE, _V.FULL_REFIT): _P.AWAKE,
+    (_P.AWAKE, _V.PARTIAL_REFIT): _P.AWAKE,
+    (_P.LEVEL_1, _V.SLEEP_1): _P.LEVEL_1,
+    (_P.LEVEL_1, _V.WAKE_ALL): _P.AWAKE,
+    (_P.LEVEL_1, _V.WAKE_WEIGHTS): _P.LEVEL_1_WEIGHTS_AWAKE,
+    (_P.LEVEL_1, _V.WAKE_KV_CACHE): _P.LEVEL_1_KV_CACHE_AWAKE,
+    (_P.LEVEL_1_WEIGHTS_AWAKE, _V.WAKE_ALL): _P.AWAKE,
+    (_P.LEVEL_1_WEIGHTS_AWAKE, _V.WAKE_WEIGHTS): _P.LEVEL_1_WEIGHTS_AWAKE,
+    (_P.LEVEL_1_WEIGHTS_AWAKE, _V.WAKE_KV_CACHE): _P.AWAKE,
+    (_P.LEVEL_1_WEIGHTS_AWAKE, _V.FULL_REFIT): _P.LEVEL_1_WEIGHTS_AWAKE,
+    (_P.LEVEL_1_WEIGHTS_AWAKE, _V.PARTIAL_REFIT): _P.LEVEL_1_WEIGHTS_AWAKE,
+    (_P.LEVEL_1_KV_CACHE_AWAKE, _V.WAKE_ALL): _P.AWAKE,
+    (_P.LEVEL_1_KV_CACHE_AWAKE, _V.WAKE_WEIGHTS): _P.AWAKE,
+    (_P.LEVEL_1_KV_CACHE_AWAKE, _V.WAKE_KV_CACHE): _P.LEVEL_1_KV_CACHE_AWAKE,
+    (_P.LEVEL_2, _V.SLEEP_2): _P.LEVEL_2,
+    (_P.LEVEL_2, _V.WAKE_ALL): _P.EMPTY,
+    (_P.LEVEL_2, _V.WAKE_WEIGHTS): _P.LEVEL_2_WEIGHTS_EMPTY,
+    (_P.LEVEL_2, _V.WAKE_KV_CACHE): _P.LEVEL_2_KV_CACHE_AWAKE,
+    (_P.LEVEL_2_WEIGHTS_EMPTY, _V.WAKE_ALL): _P.EMPTY,
+    (_P.LEVEL_2_WEIGHTS_EMPTY, _V.WAKE_WEIGHTS): _P.LEVEL_2_WEIGHTS_EMPTY,
+    (_P.LEVEL_2_WEIGHTS_EMPTY, _V.WAKE_KV_CACHE): _P.EMPTY,
+    (_P.LEVEL_2_WEIGHTS_EMPTY, _V.FULL_REFIT): _P.LEVEL_1_WEIGHTS_AWAKE,
+    (_P.LEVEL_2_KV_CACHE_AWAKE, _V.WAKE_ALL): _P.EMPTY,
+    (_P.LEVEL_2_KV_CACHE_AWAKE, _V.WAKE_WEIGHTS): _P.EMPTY,
+    (_P.LEVEL_2_KV_CACHE_AWAKE, _V.WAKE_KV_CACHE): _P.LEVEL_2_KV_CACHE_AWAKE,
+    (_P.EMPTY, _V.WAKE_ALL): _P.EMPTY,
+    (_P.EMPTY, _V.WAKE_WEIGHTS): _P.EMPTY,
+    (_P.EMPTY, _V.WAKE_KV_CACHE): _P.EMPTY,
+    (_P.EMPTY, _V.FULL_REFIT): _P.AWAKE,
+}
+
+# What sleeps in each state, as `Status` and `SleepStateChanged` say it: (level, asleep tags).
+ASLEEP: dict[SleepState, tuple[int, tuple[str, ...]]] = {
+    _P.AWAKE: (0, ()),
+    _P.LEVEL_1: (1, ("weights", "kv_cache")),
+    _P.LEVEL_1_WEIGHTS_AWAKE: (1, ("kv_cache",)),
+    _P.LEVEL_1_KV_CACHE_AWAKE: (1, ("weights",)),
+    _P.LEVEL_2: (2, ("weights", "kv_cache")),
+    _P.LEVEL_2_WEIGHTS_EMPTY: (2, ("kv_cache",)),
+    _P.LEVEL_2_KV_CACHE_AWAKE: (2, ("weights",)),
+    _P.EMPTY: (2, ()),
 }
 
 State = TypeVar("State", bound=StrEnum)
