@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Coroutine, MutableMapping
+from collections.abc import Callable, Coroutine, MutableMapping
 from enum import IntEnum
 from typing import Any
 
@@ -43,17 +43,20 @@ from refit_protocol.messages import (
     WakeUp,
 )
 from refit_protocol.states import EngineEvent, EngineState
+from refitd import __version__, orphans, parent_death
 from refitd import log as logging_setup
-from refitd import parent_death
 from refitd.commit import Commit
-from refitd.config import Config, ConfigError
+from refitd.config import RELOADABLE, Config, ConfigError, fixed_changes
+from refitd.doctor.devices import read_gpus, visible_uuids
 from refitd.endpoint import EndpointError, EndpointLock
 from refitd.engine import Engine, EngineInfo, StartupError, engine_environment
 from refitd.gate import Gate
 from refitd.generation import Generation
 from refitd.http import HttpBindError, HttpServer, reserve_socket
 from refitd.lifecycle import Lifecycle
+from refitd.metrics import RefitdMetrics
 from refitd.notify import Notifier, extending
+from refitd.observe import observe
 from refitd.power import Power
 from refitd.refit import Refit
 from refitd.sampler import LoggerMetricsSampler, read_vllm_figures
@@ -61,6 +64,8 @@ from refitd.server import Server
 from refitd.sessions import Sessions
 
 LOAD_EXTENSION_SECONDS = 3600.0
+# States in which no answer of the engine is expected: it is not there yet, or a refit with its own deadline holds it.
+BUSY_BY_ITSELF = frozenset({EngineState.UNLOADED, EngineState.LOADING, EngineState.REFITTING, EngineState.DEAD})
 
 log = structlog.get_logger()
 
@@ -74,8 +79,14 @@ class ExitCode(IntEnum):
     ENGINE_DIED = 4
 
 
-def serve(config: Config, environment: MutableMapping[str, str]) -> ExitCode:
-    """Runs the daemon until it is told to stop, or its engine dies."""
+Reload = Callable[[], Config]
+
+
+def serve(config: Config, environment: MutableMapping[str, str], reload: Reload, *, replace: bool = False) -> ExitCode:
+    """Runs the daemon until it is told to stop, or its engine dies.
+
+    `reload` reads the configuration again, on SIGHUP; `replace` ends an engine that an earlier run left behind.
+    """
     import uvloop
 
     logging_setup.configure(config.log.level, config.log.json_lines)
@@ -91,23 +102,47 @@ def serve(config: Config, environment: MutableMapping[str, str]) -> ExitCode:
         log.error(str(error))
         return ExitCode.CONFIGURATION
     try:
+        _settle_orphans(config, environment, replace=replace)
         reserved = reserve_socket(config.http.host, config.http.port) if config.http.enabled else None
-        return uvloop.run(App(config, lock, reserved, Notifier(environment)).run())
+        return uvloop.run(App(config, lock, reserved, Notifier(environment), reload).run())
     except HttpBindError as error:
         log.error(str(error))
         return ExitCode.CONFIGURATION
+    except StartupError as error:
+        log.error(str(error))
+        return ExitCode.STARTUP
     finally:
         lock.release()
+
+
+def _settle_orphans(config: Config, environment: MutableMapping[str, str], *, replace: bool) -> None:
+    """Raises `StartupError` where an engine of an earlier run still lives and may not, or cannot, be ended."""
+    gpus = visible_uuids(read_gpus(), environment)
+    found = orphans.find(config.runtime_directory, gpus)
+    if found and not replace:
+        named = ", ".join(str(orphan) for orphan in found)
+        raise StartupError(f"an engine of an earlier run still lives: {named}; end it with --replace")
+    if left := orphans.end(found):
+        raise StartupError(f"could not end {', '.join(str(orphan) for orphan in left)}")
+    orphans.mark(environment, config.runtime_directory, gpus)
 
 
 class App:
     """All parts of one daemon. `run` is called once."""
 
-    def __init__(self, config: Config, lock: EndpointLock, reserved: socket.socket | None, notifier: Notifier) -> None:
+    def __init__(
+        self,
+        config: Config,
+        lock: EndpointLock,
+        reserved: socket.socket | None,
+        notifier: Notifier,
+        reload: Reload,
+    ) -> None:
         epoch = time.time_ns() // 1_000_000
         self._config = config
         self._lock = lock
         self._notifier = notifier
+        self._reload = reload
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
         self._death: BaseException | None = None
@@ -119,6 +154,7 @@ class App:
         self.refit = Refit(config, self.engine, self.gate, self.commit, epoch)
         self.generation = Generation(config, self.engine, self.gate)
         self.lifecycle = Lifecycle(self.engine, self.gate, self.commit, self.refit, self.sessions, epoch)
+        self.metrics = RefitdMetrics()
         self.power = Power(config.refit, self.engine, self.gate, self.commit)
         self.server = self._build_server()
         self.http = None if reserved is None else HttpServer(config.http, reserved, self.gate)
@@ -130,6 +166,7 @@ class App:
         self.server.bind(self._config.endpoint)
         self._lock.admit_group()
         self._spawn(self.sessions.expire(), "lease-expiry")
+        self._spawn(self._watch_liveness(), "liveness")
         if self.http is not None:
             await self.http.start()
             self.lifecycle.http_url = self.http.base_url
@@ -194,7 +231,9 @@ class App:
         self.sessions.on_close = [self.generation.session_closed, self.refit.session_closed]
         self.engine.on_death = self._engine_died
         self.lifecycle.on_loaded = [self._model_loaded]
+        self.lifecycle.generated_tokens = lambda: self.generation.generated_tokens
         self.gate.on_change = lambda _state: self._say_status()
+        observe(self.metrics, self)
 
     async def _abort_requests(self, error: ErrorCode | None) -> None:
         await self.generation.abort_all(error)
@@ -208,7 +247,8 @@ class App:
         sampler = LoggerMetricsSampler(metrics.sample_interval_seconds, read_vllm_figures, metrics.max_samples)
         sampler.start()
         self.lifecycle.sampler = sampler
-        self._spawn(self._watch_liveness(), "liveness")
+        self.metrics.model_loaded(info.model.name, __version__, info.vllm_version, info.load_seconds)
+        orphans.record(self._config.runtime_directory, info.devices)
 
     # --- running ------------------------------------------------------------------------------------------------------
 
@@ -249,17 +289,17 @@ class App:
             await asyncio.sleep(settings.liveness_interval_seconds)
 
     async def _answers(self, timeout_seconds: float) -> bool:
-        """A refit that began while we asked keeps the workers busy: it is trusted until its own deadline."""
-        if self._refitting():
+        """Nothing to ask before the load; a refit that began while we asked is trusted until its own deadline."""
+        if self.gate.state in BUSY_BY_ITSELF:
             return True
+        asked = time.monotonic()
         try:
             await self.engine.ping(timeout_seconds)
         except TimeoutError:
-            return self._refitting()
+            self.metrics.engine_missed_answer()
+            return self.gate.state in BUSY_BY_ITSELF
+        self.metrics.engine_answered(time.monotonic() - asked)
         return True
-
-    def _refitting(self) -> bool:
-        return self.gate.state is EngineState.REFITTING
 
     def _engine_died(self, error: BaseException) -> None:
         if self._death is not None or self._stop.is_set():
@@ -276,6 +316,21 @@ class App:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
+        loop.add_signal_handler(signal.SIGHUP, self._reload_settings)
+
+    def _reload_settings(self) -> None:
+        """Takes over what can change while serving; a bad file changes nothing."""
+        self._notifier.reloading()
+        try:
+            fresh = self._reload()
+        except ConfigError as error:
+            log.error("configuration not reloaded", reason=str(error))
+        else:
+            fixed = fixed_changes(self._config, fresh)
+            self._config = self._config.model_copy(update={name: getattr(fresh, name) for name in RELOADABLE})
+            logging_setup.configure(self._config.log.level, self._config.log.json_lines)
+            log.info("configuration reloaded", needs_restart=fixed)
+        self._notifier.ready(self._status_text())
 
     def _on_signal(self, name: str) -> None:
         log.info("signal", name=name, again=self._stop.is_set())
@@ -314,6 +369,7 @@ class App:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.engine.stop()
+        orphans.forget(self._config.runtime_directory)
         self.server.close()
         log.info("stopped")
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
+from refit_protocol.endpoint import default_directory, default_endpoint
+from refit_protocol.messages import Status
 from refitd import parent_death
 
 parent_death.install_from_environment()
@@ -20,6 +22,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.")]
 EndpointOption = Annotated[str | None, typer.Option(help="ipc:// path to listen on or connect to.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 
 @app.callback()
@@ -35,18 +38,107 @@ def serve(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Any setting as section.key=value (TOML value); repeatable.")
     ] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="End an engine that an earlier run left behind.")] = False,
 ) -> None:
     """Starts the engine and serves until SIGTERM."""
     from refitd.app import ExitCode
     from refitd.app import serve as serve_app
-    from refitd.config import ConfigError, load_config
+    from refitd.config import Config, ConfigError, load_config
+
+    def load() -> Config:
+        return load_config(_flags(model, endpoint, settings or []), config)
 
     try:
-        loaded = load_config(_flags(model, endpoint, settings or []), config)
+        loaded = load()
         _check_model(loaded.model)
     except ConfigError as error:
         _fail(str(error), ExitCode.CONFIGURATION)
-    sys.exit(serve_app(loaded, os.environ))
+    sys.exit(serve_app(loaded, os.environ, load, replace=replace))
+
+
+@app.command()
+def status(endpoint: EndpointOption = None, json: JsonOption = False) -> None:
+    """Says once what the daemon is doing."""
+    from rich.console import Console
+
+    from refitd.top import status_json, status_view
+
+    seen = _ask_status(endpoint)
+    console = Console()
+    if json:
+        console.print_json(status_json(seen))
+    else:
+        console.print(status_view(seen))
+
+
+@app.command()
+def top(
+    endpoint: EndpointOption = None,
+    interval_seconds: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")] = 1.0,
+) -> None:
+    """Shows the daemon live, until Ctrl-C."""
+    import time
+
+    from rich.live import Live
+
+    from refitd.top import History, Moment, followed_by, top_view
+
+    where = endpoint or default_endpoint(os.environ, os.getuid())
+    history = History()
+    with Live(screen=True, auto_refresh=False) as live:
+        try:
+            while True:
+                seen = _ask_status(where)
+                history = followed_by(history, Moment(time.monotonic(), seen, seen.generated_tokens))
+                live.update(top_view(history, where), refresh=True)
+                time.sleep(interval_seconds)
+        except KeyboardInterrupt:
+            return
+
+
+@app.command()
+def doctor(
+    model: Annotated[str | None, typer.Option(help="Model directory to check too.")] = None,
+    endpoint: EndpointOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Checks what a daemon and its trainers need; exits with 1 if anything fails."""
+    from rich.console import Console
+
+    from refitd.doctor import Subject, examine
+    from refitd.doctor.finding import any_failed
+    from refitd.doctor.report import as_json, as_table
+
+    where = endpoint or default_endpoint(os.environ, os.getuid())
+    directory = default_directory(os.environ, os.getuid())
+    subject = Subject(os.environ, where, directory, model=model, daemon=_status_or_none(where))
+    findings = list(examine(subject))
+    console = Console()
+    if json:
+        console.print_json(as_json(findings))
+    else:
+        console.print(as_table(findings))
+    sys.exit(1 if any_failed(findings) else 0)
+
+
+def _ask_status(endpoint: str | None) -> Status:
+    from refit_trainer import Daemon, RefitdError
+
+    try:
+        with Daemon.connect(endpoint, client="refitd status", timeout_seconds=5.0) as daemon:
+            return daemon.status()
+    except RefitdError as error:
+        _fail(str(error), 1)
+
+
+def _status_or_none(endpoint: str) -> Status | None:
+    from refit_trainer import Daemon, RefitdError
+
+    try:
+        with Daemon.connect(endpoint, client="refitd doctor", timeout_seconds=2.0) as daemon:
+            return daemon.status()
+    except RefitdError:
+        return None
 
 
 def _flags(model: str | None, endpoint: str | None, settings: list[str]) -> dict[str, Any]:
@@ -91,7 +183,7 @@ def _check_model(model: str) -> None:
         raise ConfigError(f"model directory {model} has no config.json: is it the right one?")
 
 
-def _fail(message: str, code: int) -> None:
+def _fail(message: str, code: int) -> NoReturn:
     print(f"refitd: {message}", file=sys.stderr)  # noqa: T201 - the one line an operator sees
     sys.exit(code)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -149,6 +149,12 @@ class Config(BaseSettings):
     log: LogConfig = LogConfig()
     metrics: MetricsConfig = MetricsConfig()
 
+    @model_validator(mode="after")
+    def _http_needs_a_tokenizer(self) -> Config:
+        if self.http.enabled and not self.engine.tokenizer:
+            raise ValueError("http.enabled needs engine.tokenizer")
+        return self
+
     @field_validator("endpoint")
     @classmethod
     def _endpoint_can_be_bound(cls, endpoint: str) -> str:
@@ -167,6 +173,17 @@ class Config(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Flags, then environment, then the file."""
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+
+
+# What a reload may change; everything else needs a restart.
+RELOADABLE = ("log", "shutdown")
+
+
+def fixed_changes(before: Config, after: Config) -> list[str]:
+    """The settings that differ but cannot change while the daemon runs."""
+    return [
+        name for name in Config.model_fields if name not in RELOADABLE and getattr(before, name) != getattr(after, name)
+    ]
 
 
 def load_config(flags: Mapping[str, Any], file: Path | None) -> Config:

@@ -18,7 +18,6 @@ from refit_protocol.messages import (
     CancelGeneration,
     Generate,
     GenerationCancelled,
-    GenerationFinished,
     GenerationForgotten,
     GenerationResumed,
     ResumeGeneration,
@@ -49,6 +48,7 @@ class Generation:
         self._jobs: dict[Session, dict[int, Job]] = {}
         self._dirty: dict[Session, dict[Output, None]] = {}
         self._withdrawals: set[asyncio.Task[None]] = set()
+        self.generated_tokens = 0
         self.send: Send = lambda _identity, _request, _answer: None
         self.can_send: Callable[[bytes], bool] = lambda _identity: True
         self.on_tokens: Callable[[int], None] = lambda _count: None
@@ -66,6 +66,7 @@ class Generation:
             if call.body.stream:
                 yield Answer(job.started(), last=False)
             await self._submit_all(job)
+            job.submitted()
             await self._until_done(job)
         except BaseException:
             await self._discard(job)
@@ -131,6 +132,7 @@ class Generation:
                 touched.add(output.job.session)
         for session in touched:
             self._flush(session)
+        self.generated_tokens += tokens
         self.on_tokens(tokens)
         if withdrawn:
             self._withdraw_later(withdrawn)

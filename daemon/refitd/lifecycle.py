@@ -52,6 +52,7 @@ class Lifecycle:
         self._load: asyncio.Task[EngineInfo] | None = None
         self.sampler: LoggerMetricsSampler | None = None
         self.http_url: str | None = None
+        self.generated_tokens: Callable[[], int] = lambda: 0
         self.on_loaded: list[Callable[[EngineInfo], Awaitable[None]]] = []
 
     # --- load ---------------------------------------------------------------------------------------------------------
@@ -104,6 +105,7 @@ class Lifecycle:
             writer=None if writer is None else writer.client,
             running_requests=gate.running,
             waiting_requests=gate.waiting,
+            generated_tokens=self.generated_tokens(),
             restorable_version=self._commit.restorable_version,
             last_refit=self._commit.last_report,
             last_error=gate.last_error,

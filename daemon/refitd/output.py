@@ -192,6 +192,7 @@ class Job:
         self.resolved = resolved
         self.done = asyncio.Event()
         self._received = time.monotonic()
+        self._submitted: float | None = None
         self._first_token: float | None = None
         self._ended: float | None = None
         n = body.sampling.n
@@ -208,6 +209,11 @@ class Job:
 
     @property
     def queued_seconds(self) -> float:
+        """Until all its sequences were with the engine."""
+        return self.total_seconds if self._submitted is None else self._submitted - self._received
+
+    @property
+    def first_token_seconds(self) -> float:
         return self.total_seconds if self._first_token is None else self._first_token - self._received
 
     @property
@@ -218,6 +224,9 @@ class Job:
         if deadline_seconds is None:
             return None
         return max(0.0, self._received + deadline_seconds - time.monotonic())
+
+    def submitted(self) -> None:
+        self._submitted = time.monotonic()
 
     def first_token(self) -> None:
         if self._first_token is None:
@@ -243,7 +252,7 @@ class Job:
             prompt_tokens=sum(self.prompts.lengths),
             generated_tokens=sum(len(output.token_ids) for output in self.outputs),
             resolved=self.resolved,
-            first_token_milliseconds=self.queued_seconds * 1e3,
+            first_token_milliseconds=self.first_token_seconds * 1e3,
             total_milliseconds=self.total_seconds * 1e3,
         )
 

@@ -37,10 +37,8 @@ def read_prompts(
     body: Generate, blobs: Sequence[Frame], model: ModelInfo, limits: ServerConfig, tokenize: Tokenize
 ) -> Prompts:
     """Raises `invalid_prompt` naming the prompt and what is wrong with it, or `limit_exceeded`."""
-    if body.texts is not None:
-        ids = _from_texts(body, blobs, limits, tokenize)
-    else:
-        ids = _from_blob(body, blobs, limits)
+    as_text = body.texts is not None
+    ids = _from_texts(body, blobs, limits, tokenize) if as_text else _from_blob(body, blobs, limits)
     for index, prompt in enumerate(ids):
         _check_prompt(index, prompt, model)
     return Prompts([prompt.tolist() for prompt in ids])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
@@ -54,7 +55,9 @@ class Server:
         self._receive_scheduled = False
         self._retry: asyncio.TimerHandle | None = None
         self.on_writable: Callable[[bytes], None] = lambda _identity: None
-        self.unroutable_replies = 0
+        self.on_answered: Callable[[str, float], None] = lambda _command, _seconds: None
+        self.on_refused: Callable[[ErrorCode], None] = lambda _code: None
+        self.on_dropped: Callable[[], None] = lambda: None
         self.tasks: set[asyncio.Task[None]] = set()
 
     def bind(self, endpoint: str) -> None:
@@ -126,7 +129,9 @@ class Server:
         call = Call(identity, header.id, header.body, blobs, session)
         instant = self._instant.get(type(header.body))
         if instant is not None:
+            started = time.monotonic()
             self.send(identity, header.id, instant(call))
+            self.on_answered(type(header.body).__name__, time.monotonic() - started)
         else:
             self._start(call, self._lengthy[type(header.body)])
 
@@ -140,9 +145,11 @@ class Server:
             task.add_done_callback(lambda _task: tasks.pop(call.id, None))
 
     async def _serve(self, call: Call, handler: LengthyHandler) -> None:
+        started = time.monotonic()
         try:
             async for answer in handler(call):
                 self.send(call.reply_to, call.id, answer)
+            self.on_answered(type(call.body).__name__, time.monotonic() - started)
         except ProtocolError as error:
             self._refuse(call.reply_to, call.id, error)
         except asyncio.CancelledError:
@@ -155,7 +162,14 @@ class Server:
                 call.reply_to, call.id, ProtocolError(ErrorCode.INTERNAL, f"bug in the daemon, see its log: {error}")
             )
 
+    @property
+    def queued(self) -> tuple[int, int, int]:
+        """Replies waiting for clients that do not read: how many, their bytes, the bytes of the longest queue."""
+        sizes = [sum(len(part) for frames in waiting for part in frames) for waiting in self._backlog.values()]
+        return sum(map(len, self._backlog.values())), sum(sizes), max(sizes, default=0)
+
     def _refuse(self, identity: bytes, request_id: int, error: ProtocolError) -> None:
+        self.on_refused(error.code)
         log.debug("request refused", request=request_id, code=error.code.value, reason=error.message)
         self.send(identity, request_id, Answer(Failed.from_error(error)))
 
@@ -178,7 +192,7 @@ class Server:
             if error.errno != errno.EHOSTUNREACH:
                 raise
             # The connection is gone. What can be resumed is kept by its room, what cannot has nobody to go to.
-            self.unroutable_replies += 1
+            self.on_dropped()
             self._backlog.pop(identity, None)
         return True
 

@@ -101,6 +101,8 @@ class Sessions:
         self._sessions: dict[str, Session] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self.on_close: list[CloseHook] = []
+        self.on_opened: Callable[[], None] = lambda: None
+        self.on_ended: Callable[[str], None] = lambda _why: None
         self.model: ModelInfo | None = None
 
     def __len__(self) -> int:
@@ -159,6 +161,7 @@ class Sessions:
         session.closed = True
         del self._sessions[session.token]
         self._unwatch(session)
+        self.on_ended(why)
         log.info("session closed", client=session.client, pid=session.pid, why=why)
         task = asyncio.create_task(self._run_hooks(session, why), name="session-close")
         self._closing.add(task)
@@ -191,6 +194,7 @@ class Sessions:
         )
         self._watch(session)
         self._sessions[session.token] = session
+        self.on_opened()
         log.info("session opened", client=session.client, pid=session.pid, lease_seconds=session.lease_seconds)
         return session
 

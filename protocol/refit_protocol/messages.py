@@ -166,6 +166,7 @@ class Status(Fact, frozen=True, kw_only=True):
     last_error: LastError | None
     uptime_seconds: float
     logprobs_mode: str
+    generated_tokens: int = 0
     http_url: str | None = None
     vllm_version: str | None = None
     devices: list[str] = []
