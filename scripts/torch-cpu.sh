@@ -5,6 +5,6 @@ torch_cpu_index="https://download.pytorch.org/whl/cpu"
 # pip_torch PIP...: runs the pip command PIP for that torch, from the configured index or else from PyTorch's own.
 pip_torch() {
     "$@" --no-deps "$torch_cpu" && return
-    echo "The package index has no $torch_cpu; taking it from $torch_cpu_index ..." >&2
+    echo "The package index at hand gave no $torch_cpu; trying $torch_cpu_index ..." >&2
     "$@" --no-deps --index-url "$torch_cpu_index" "$torch_cpu"
 }
