@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -190,6 +192,14 @@ def test_close_says_goodbye_and_leaves_nothing(peer: Peer) -> None:
         client.status()
 
 
+def test_unclosed_client_does_not_keep_the_process(peer: Peer) -> None:
+    """A trainer that just ends, or crashes, ends; its daemon sees the process go."""
+    program = f"from refit_trainer import Daemon; left = Daemon.connect({peer.endpoint!r}).stream([[1, 2]])"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stderr == ""
+    peer.next(Generate)
+
+
 # --- requests ---
 
 
@@ -363,6 +373,18 @@ def test_expired_session_is_replaced(peer: Peer, client: Daemon) -> None:
     peer.wait_for_hellos(2)
     peer.answer = lambda asked: asked.reply(Manifest(tensors=[]))
     assert client.manifest() == Manifest(tensors=[])
+
+
+def test_generation_on_an_expired_session_opens_a_new_one(peer: Peer, client: Daemon) -> None:
+    """Refused as a whole; the next one is sent on the new session."""
+    samples = client.generate([[1, 2]])
+    peer.next(Generate).fail(ErrorCode.NO_SESSION)
+    with pytest.raises(SessionLost):
+        next(samples)
+    peer.wait_for_hellos(2)
+    samples = client.generate([[1, 2]])
+    begin_stream(peer.next(Generate)).reply(FINISHED)
+    assert list(samples) == []
 
 
 def test_gone_daemon_ends_streams_with_the_lease(tmp_path: Path) -> None:

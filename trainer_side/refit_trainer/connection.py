@@ -19,6 +19,7 @@ from refit_protocol.messages import (
     AcknowledgeGeneration,
     CancelGeneration,
     Fact,
+    Failed,
     Generate,
     GenerationCancelled,
     GenerationResumed,
@@ -123,9 +124,6 @@ class Connection:
                 return await self._ask(link, command, expected, blobs)
         except TimeoutError:
             raise self._timed_out(command, timeout_seconds) from None
-        except SessionLost:
-            self._lost.set()
-            raise
 
     async def generate(
         self, command: Generate, blobs: Sequence[Frame], mailbox: Mailbox, *, timeout_seconds: float
@@ -134,9 +132,7 @@ class Connection:
         try:
             async with asyncio.timeout(timeout_seconds):
                 link = await self._ready_link(command)
-                request = self._inbox.expect_generation(Generation(command, blobs, mailbox))
-                await self._send(link, request, command, blobs)
-                return request
+                return await self._start_generation(link, Generation(command, blobs, mailbox))
         except TimeoutError:
             raise self._timed_out(command, timeout_seconds) from None
 
@@ -206,9 +202,12 @@ class Connection:
         while True:
             frames = await link.receive()
             try:
-                self._inbox.deliver(*decode_reply(frames))
+                header, blobs = decode_reply(frames)
+                self._inbox.deliver(header, blobs)
             except (ProtocolError, ValueError) as error:
                 raise protocol_broken(str(error)) from error
+            if isinstance(header.body, Failed) and header.body.code is ErrorCode.NO_SESSION:
+                self._lost.set()
             if self._inbox.finished:
                 self._acknowledge_soon()
 
@@ -303,6 +302,15 @@ class Connection:
         if not isinstance(reply, expected):
             raise protocol_broken(f"{type(command).__name__} was answered by {type(reply).__name__}")
         return reply
+
+    async def _start_generation(self, link: Link, generation: Generation) -> int:
+        request = self._inbox.expect_generation(generation)
+        try:
+            await self._send(link, request, generation.command, generation.blobs)
+        except BaseException:
+            self.abandon(request)
+            raise
+        return request
 
     async def _send(self, link: Link, request: int, command: Request, blobs: Sequence[Frame] = ()) -> None:
         session = None if self._welcome is None or isinstance(command, Hello) else self._welcome.session

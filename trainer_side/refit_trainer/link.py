@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from refit_protocol.codec import Frame
+from refit_trainer.errors import DaemonUnreachable
 
 _RECONNECT_MILLISECONDS = 50
 _RECONNECT_MAX_MILLISECONDS = 1000
@@ -56,7 +58,14 @@ class Link:
             pass
 
     async def send(self, frames: Sequence[Frame]) -> None:
-        await self._socket.send_multipart([b"", *frames])
+        """Raises `DaemonUnreachable` if the link is closed meanwhile."""
+        try:
+            await self._socket.send_multipart([b"", *frames])
+        except asyncio.CancelledError:
+            # Closing the socket cancels what waits to be sent, which is not the cancellation of our caller.
+            if self._socket.closed:
+                raise DaemonUnreachable("the connection broke before the request was sent") from None
+            raise
 
     async def receive(self) -> list[bytes]:
         """The frames of the next message, without the delimiter."""

@@ -91,44 +91,46 @@ def cut(deltas: Sequence[TokenDelta], blobs: Sequence[Frame]) -> list[Delta]:
     token_ids, logprobs = _ints(blobs, 0), _floats(blobs, 1)
     extras = _Extras(blobs)
     result, begin = [], 0
-    for delta in deltas:
-        end = begin + delta.count
-        more = _more(delta, extras) if _has_more(delta) else {}
-        result.append(
-            Delta(
-                prompt=delta.prompt,
-                output=delta.output,
-                position=delta.position,
-                token_ids=token_ids[begin:end],
-                logprobs=logprobs[begin:end],
-                versions=delta.versions,
-                text=delta.text,
-                finish_reason=delta.finish_reason,
-                stop_reason=delta.stop_reason,
-                error=delta.error,
-                cached_tokens=delta.cached_tokens,
-                **more,
-            )
-        )
+    for described in deltas:
+        end = begin + described.count
+        delta = _plain(described, token_ids[begin:end], logprobs[begin:end])
+        result.append(_with_extras(delta, described, extras) if _has_extras(described) else delta)
         begin = end
     if begin != len(token_ids) or begin != len(logprobs):
         raise ValueError(f"{len(token_ids)} ids and {len(logprobs)} logprobs came for {begin} tokens")
     return result
 
 
-def _has_more(delta: TokenDelta) -> bool:
+def _plain(described: TokenDelta, token_ids: IntArray, logprobs: FloatArray) -> Delta:
+    return Delta(
+        prompt=described.prompt,
+        output=described.output,
+        position=described.position,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        versions=described.versions,
+        text=described.text,
+        finish_reason=described.finish_reason,
+        stop_reason=described.stop_reason,
+        error=described.error,
+        cached_tokens=described.cached_tokens,
+    )
+
+
+def _has_extras(delta: TokenDelta) -> bool:
     return delta.top > 0 or delta.prompt_top is not None or delta.routed_experts is not None
 
 
-def _more(delta: TokenDelta, extras: _Extras) -> dict[str, Any]:
+def _with_extras(delta: Delta, described: TokenDelta, extras: _Extras) -> Delta:
     more: dict[str, Any] = {}
-    if delta.top > 0:
-        more["top"] = extras.alternatives(_TOP, delta.count, delta.top)
-    if delta.prompt_top is not None:
-        more["prompt_logprobs"] = extras.alternatives(_PROMPT, delta.prompt_rows, 1 + delta.prompt_top)
-    if delta.routed_experts is not None:
-        more["routed_experts"] = extras.ints(_EXPERTS, prod(delta.routed_experts)).reshape(delta.routed_experts)
-    return more
+    if described.top > 0:
+        more["top"] = extras.alternatives(_TOP, described.count, described.top)
+    if described.prompt_top is not None:
+        more["prompt_logprobs"] = extras.alternatives(_PROMPT, described.prompt_rows, 1 + described.prompt_top)
+    if described.routed_experts is not None:
+        experts = extras.ints(_EXPERTS, prod(described.routed_experts))
+        more["routed_experts"] = experts.reshape(described.routed_experts)
+    return msgspec.structs.replace(delta, **more)
 
 
 class _Extras:

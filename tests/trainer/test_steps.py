@@ -1,0 +1,93 @@
+"""Work that alternates between a caller and an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from refit_trainer.steps import Steps, walk, walk_blocking
+
+Walk = Callable[[Steps[Any]], Any]
+
+
+def blocking(steps: Steps[Any]) -> Any:
+    def call(work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run(work)
+
+    return walk_blocking(steps, call)
+
+
+def on_loop(steps: Steps[Any]) -> Any:
+    return asyncio.run(walk(steps))
+
+
+async def doubled(number: int) -> int:
+    await asyncio.sleep(0)
+    return 2 * number
+
+
+async def failing() -> None:
+    raise ValueError("a step failed")
+
+
+@pytest.mark.parametrize("walk_it", [blocking, on_loop])
+def test_results_come_back_into_the_generator(walk_it: Walk) -> None:
+    """What a step returns is what its yield gives."""
+
+    def steps() -> Steps[list[int]]:
+        first = yield doubled(1)
+        second = yield doubled(first)
+        return [first, second]
+
+    assert walk_it(steps()) == [2, 4]
+
+
+@pytest.mark.parametrize("walk_it", [blocking, on_loop])
+def test_generator_may_do_nothing_at_all(walk_it: Walk) -> None:
+    """A value without a single step."""
+
+    def steps() -> Steps[int]:
+        return 3
+        yield  # makes it a generator
+
+    assert walk_it(steps()) == 3
+
+
+@pytest.mark.parametrize("walk_it", [blocking, on_loop])
+def test_generator_cleans_up_with_steps_after_an_error(walk_it: Walk) -> None:
+    """The error of a step arrives at its yield; steps taken while it is handled run, and then it goes on."""
+    cleaned: list[int] = []
+
+    def steps() -> Steps[None]:
+        try:
+            yield failing()
+        finally:
+            cleaned.append((yield doubled(4)))
+
+    with pytest.raises(ValueError, match="a step failed"):
+        walk_it(steps())
+    assert cleaned == [8]
+
+
+def test_cancellation_is_cleaned_up_after() -> None:
+    """A cancelled task runs the generator's clean-up before it ends."""
+    cleaned: list[int] = []
+
+    def steps() -> Steps[None]:
+        try:
+            yield asyncio.sleep(3600)
+        finally:
+            cleaned.append((yield doubled(4)))
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(walk(steps()))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    assert cleaned == [8]
