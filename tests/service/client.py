@@ -1,0 +1,66 @@
+"""What a trainer does beside the service, run inside its namespaces: `python -m tests.service.client WHAT`.
+
+Each prints one line, which is the result, and more where the test has to know that it is under way.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import msgspec
+
+from refit_trainer import Daemon, RefitdError, Sampling
+
+ENDPOINT = "ipc:///run/refitd/refitd.sock"
+PROMPT = [5, 60, 7, 400, 9]
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def status() -> None:
+    """The status as JSON."""
+    with Daemon.connect(os.environ.get("REFITD_ENDPOINT", ENDPOINT)) as daemon:
+        say(msgspec.json.encode(daemon.status()).decode())
+
+
+def work() -> None:
+    """One refit from this process's memory and a generation with it: how many tokens, of which version."""
+    from refit_trainer import share_parameters
+    from tests.worker.models import random_model
+
+    with Daemon.connect(ENDPOINT) as daemon:
+        report = daemon.refit(share_parameters(random_model("qwen3", seed=3)))
+        sample = daemon.generate_one(PROMPT, Sampling(max_tokens=8, ignore_eos=True))
+        say(f"{report.version} {len(sample.token_ids)} {sample.version}")
+
+
+def stream() -> None:
+    """A long generation while the daemon is told to stop: `started`, whether new work is taken, how the old ended."""
+    with Daemon.connect(ENDPOINT) as daemon:
+        # More than the drain allows, a few at a time.
+        deltas = daemon.stream([PROMPT] * 400, Sampling(max_tokens=200, ignore_eos=True))
+        count = len(next(deltas).token_ids)
+        say("started")
+        sys.stdin.readline()
+        say(refusal_of_new_work(daemon))
+        try:
+            count += sum(len(delta.token_ids) for delta in deltas)
+            say(f"finished {count}")
+        except RefitdError as error:
+            say(f"ended {error.code} {error}")
+
+
+def refusal_of_new_work(daemon: Daemon) -> str:
+    try:
+        daemon.generate_one(PROMPT, Sampling(max_tokens=1))
+    except RefitdError as error:
+        return f"refused {error.code}"
+    return "accepted"
+
+
+if __name__ == "__main__":
+    {"status": status, "work": work, "stream": stream}[sys.argv[1]]()
