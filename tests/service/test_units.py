@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -157,8 +158,12 @@ def test_mistakes_are_named_and_install_nothing(
     assert not root.exists()
 
 
-def test_the_example_configuration_is_valid() -> None:
-    """What is installed as an example can be loaded as it is, and with its comments taken away."""
+def test_the_example_configuration_is_valid(tmp_path: Path) -> None:
+    """What is installed as an example can be loaded as it is, and with its suggestions switched on."""
     from refitd.config import load_config
 
-    assert load_config({}, UNITS / "refitd.toml").model == "/srv/models/change-me"
+    example = UNITS / "refitd.toml"
+    assert load_config({}, example).model == "/srv/models/change-me"
+    switched_on = tmp_path / "refitd.toml"
+    switched_on.write_text(re.sub(r"^# (\w+ = )", r"\1", example.read_text(), flags=re.MULTILINE))
+    assert load_config({}, switched_on).engine.enable_sleep_mode
