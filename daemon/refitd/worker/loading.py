@@ -43,7 +43,7 @@ def tied_heads(model: torch.nn.Module) -> dict[str, str]:
     """Heads that are the embedding too: `{"lm_head.weight": "model.embed_tokens.weight"}`, in the engine's names."""
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     heads = {
-        f"{name}.weight": first_names.get(id(getattr(module, "weight", None)))
+        f"{name.removesuffix('.base_layer')}.weight": first_names.get(id(getattr(module, "weight", None)))
         for name, module in model.named_modules()
         if isinstance(module, ParallelLMHead)
     }

@@ -37,15 +37,14 @@ class Plan:
     """`routes` by checkpoint tensor; `loader_only` names tensors that must go through vLLM's loader, and why.
 
     `aliases` names tensors that the loader would put where another one already is (tied heads), `unused` those it
-    ignores. `addresses` are those of the planned parameters when the plan was made; `module_tensors` are the tensors
-    that fill the same modules as a tensor does.
+    ignores. `parameters` are the planned ones; `module_tensors` are the tensors that fill the same modules as a tensor.
     """
 
     routes: Mapping[str, tuple[Route, ...]]
     loader_only: Mapping[str, str]
     aliases: Mapping[str, str]
     unused: frozenset[str]
-    addresses: Mapping[str, int]
+    parameters: frozenset[str]
     module_tensors: Mapping[str, frozenset[str]]
 
     def check_whole_modules(self, loader_tensors: Collection[str], selected: Collection[str]) -> None:
@@ -76,7 +75,7 @@ def compile_plan(
     names = list(tensors)
     if trace.failure is not None:
         why = f"vLLM's loader could not be traced ({trace.failure})"
-        return Plan({}, dict.fromkeys(names, why), {}, frozenset(), {}, {})
+        return Plan({}, dict.fromkeys(names, why), {}, frozenset(), frozenset(), {})
     aliases = _aliases(trace.copies)
     copies = [copy for copy in trace.copies if copy.tensor not in aliases]
     loader_only = _loader_only(copies, trace, parameters, opaque_modules)
@@ -88,7 +87,7 @@ def compile_plan(
         loader_only=loader_only,
         aliases=aliases,
         unused=frozenset(name for name in names if name not in used),
-        addresses={name: parameters[name].data_ptr() for name in planned},
+        parameters=frozenset(planned),
         module_tensors=_module_tensors(copies, trace),
     )
 

@@ -34,7 +34,7 @@ def prove_by_reload(weights: EngineWeights) -> None:
     Holds the weights twice meanwhile, the second time in host memory.
     """
     plan = weights.plan
-    before = {name: weights.flat(name).cpu().clone() for name in plan.addresses}
+    before = {name: weights.flat(name).cpu().clone() for name in plan.parameters}
     weights.load(_taken_apart(weights, before))
     different = [name for name, held in before.items() if not same_bits(held, weights.flat(name).cpu())]
     if different:

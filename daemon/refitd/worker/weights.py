@@ -61,8 +61,9 @@ class EngineWeights:
 
     def refresh(self) -> None:
         """Makes the plan anew if parameters moved since; to be called before each use of it."""
-        if any(module._parameters[leaf] is not parameter for module, leaf, parameter in self._sites) or any(
-            self._flat[name].data_ptr() != address for name, address in self.plan.addresses.items()
+        if any(
+            module._parameters[leaf] is not parameter or parameter.data_ptr() != address
+            for module, leaf, parameter, address in self._sites
         ):
             self._compile()
 
@@ -132,8 +133,8 @@ class EngineWeights:
         self.aliases = {**_tied_tensors(self.model, trace), **self.plan.aliases}
         dtypes = {copy.tensor: parameters[copy.parameter].dtype for copy in trace.copies}
         self.expected = _expected(self._shapes, self.plan, self.aliases, dtypes, self.model_dtype)
-        self._flat = {name: parameters[name].detach().view(-1) for name in self.plan.addresses}
-        self._sites = [_site(self.model, name, parameters[name]) for name in self.plan.addresses]
+        self._flat = {name: parameters[name].detach().view(-1) for name in self.plan.parameters}
+        self._sites = [_site(self.model, name, parameters[name]) for name in self.plan.parameters]
 
 
 def dtype_of(dtype: torch.dtype) -> DType:
@@ -145,9 +146,10 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return found
 
 
-def _site(model: torch.nn.Module, name: str, parameter: torch.Tensor) -> tuple[torch.nn.Module, str, torch.Tensor]:
+def _site(model: torch.nn.Module, name: str, parameter: torch.Tensor) -> tuple[torch.nn.Module, str, torch.Tensor, int]:
+    """Where a parameter hangs and where it lies."""
     module, _, leaf = name.rpartition(".")
-    return model.get_submodule(module), leaf, parameter
+    return model.get_submodule(module), leaf, parameter, parameter.data_ptr()
 
 
 def _expected(
