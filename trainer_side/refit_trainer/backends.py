@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from refit_protocol.tensors import Segment
@@ -42,11 +42,17 @@ class Backend(Protocol):
     def buckets(self, count: int, size_bytes: int, device: torch.device) -> Buckets: ...
 
 
-_BACKENDS: dict[str, Backend] = {}
+def _memfd() -> Backend:
+    from refit_trainer.memory import MemfdBackend
+
+    return MemfdBackend()
 
 
-def register_backend(device_type: str, backend: Backend) -> None:
-    """`device_type` as in `torch.device.type`."""
+_BACKENDS: dict[str, Callable[[], Backend]] = {"cpu": _memfd}
+
+
+def register_backend(device_type: str, backend: Callable[[], Backend]) -> None:
+    """`device_type` as in `torch.device.type`; `backend` is called when tensors on such a device are first met."""
     _BACKENDS[device_type] = backend
 
 
@@ -55,4 +61,4 @@ def backend_for(device_type: str) -> Backend:
     backend = _BACKENDS.get(device_type)
     if backend is None:
         raise NotShareable(f"tensors on {device_type} cannot be exported, only those on {', '.join(sorted(_BACKENDS))}")
-    return backend
+    return backend()

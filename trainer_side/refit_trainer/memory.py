@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 
 from refit_protocol.tensors import MemfdSegment, Segment, aligned
-from refit_trainer.backends import register_backend
 
 ALIGNMENT_BYTES = 64
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -149,6 +148,3 @@ def _rebase(tensor: torch.Tensor, memory: torch.Tensor, shift_bytes: int) -> Non
     first = int(tensor.storage_offset()) + shift_bytes // item_bytes
     moved = torch.empty(0, dtype=tensor.dtype)
     tensor.data = moved.set_(memory.untyped_storage(), first, tensor.shape, tensor.stride())
-
-
-register_backend("cpu", MemfdBackend())

@@ -8,7 +8,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-import refit_trainer.memory  # noqa: F401  (registers the CPU's backend)
 from refit_protocol.tensors import SourceTensor, row_major_strides
 from refit_trainer.backends import ExportedMemory, backend_for
 from refit_trainer.errors import NotShareable

@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-import refit_trainer.memory  # noqa: F401  (registers the CPU's backend)
 from refit_protocol.messages import (
     AbortRefit,
     ApplyBucket,
