@@ -111,6 +111,7 @@ class OpenAIEndpoint:
         async def stamped(request: Any, raw_request: Request) -> Any:
             call = await self._begin(request, raw_request, generates=True)
             _want_ids_and_logprobs(request)
+            _check_prompt_ids((await raw_request.json()).get("prompt"))
             # Refused or kept waiting here, an answer can still have a status; once a stream has begun it has one.
             await self._gate.admit(call.min_version, call.wait_seconds)
             answer = await create(request, raw_request)
@@ -351,6 +352,16 @@ def _want_ids_and_logprobs(request: Any) -> None:
     request.return_token_ids = True
     if "logprobs" not in request.model_fields_set:
         request.logprobs = True if hasattr(request, "top_logprobs") else 0
+
+
+def _check_prompt_ids(prompt: object) -> None:
+    """vLLM takes `true` and `"1"` for the id 1."""
+    if not isinstance(prompt, list):
+        return
+    for ids in prompt if any(isinstance(part, list) for part in prompt) else [prompt]:
+        texts = isinstance(ids, str) or all(isinstance(part, str) for part in ids)
+        if not texts and any(type(token_id) is not int for token_id in ids):
+            raise ProtocolError(ErrorCode.INVALID_PROMPT, "a prompt is a text or a list of token ids, whole numbers")
 
 
 def _patience(body: Mapping[str, Any]) -> tuple[int | None, float | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from chat_styles import CLOSING_STYLES, decode, encode, render
 
 from refitd.prefix import (
     EarlierTokens,
@@ -13,6 +12,7 @@ from refitd.prefix import (
     earlier_tokens,
     without_words,
 )
+from tests.prefix.chat_styles import CLOSING_STYLES, decode, encode, render
 
 VOCAB = 1000
 USER = {"role": "user", "content": "hi"}

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from chat_styles import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refitd.prefix import TokenTexts, TurnNotClosedError, closes_turns, conversation_mismatch, splice, without_words
+from tests.prefix.chat_styles import (
     CLOSING_STYLES,
     UNCLOSED_STYLE,
     Style,
@@ -15,10 +19,6 @@ from chat_styles import (
     render,
     tokenizer_of,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from refitd.prefix import TokenTexts, TurnNotClosedError, closes_turns, conversation_mismatch, splice, without_words
 
 WORDS = st.text(alphabet=st.sampled_from(list('abe ,.!\n"{}:12éü東🦊')), max_size=24)
 ENDINGS = st.sampled_from(["template's eos", "another eos", "cut short"])

@@ -1,0 +1,1 @@
+"""Tests of the OpenAI endpoint."""  # noqa: A005 - it is `tests.http`
