@@ -1,0 +1,224 @@
+"""Refits as the daemon sees them: roles, sources and buckets, against a peer that answers when it is told to."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from refit_protocol.errors import ErrorCode
+from refit_protocol.messages import (
+    AbortRefit,
+    AcquireWriter,
+    ApplyBucket,
+    BeginRefit,
+    BucketApplied,
+    CloseSource,
+    CommitRefit,
+    FinishRefit,
+    GetManifest,
+    Manifest,
+    OpenSource,
+    RefitAborted,
+    RefitBegan,
+    RefitCommitted,
+    RefitMilliseconds,
+    RefitReport,
+    SourceClosed,
+    SourceOpened,
+    WriterAcquired,
+)
+from refit_protocol.states import EngineState
+from refit_trainer import Daemon, DaemonRestarted, RefitdError, share_parameters
+from refit_trainer.layouts import layout_of
+from tests.trainer.peer import Asked, Peer, endpoint_in, running
+from tests.trainer.test_connection import in_background
+
+TENSORS = {name: torch.full((16,), float(index)) for index, name in enumerate("abcdef")}
+REPORT = RefitReport(
+    version=4,
+    path="plan",
+    tensors=1,
+    size_bytes=1,
+    partial=False,
+    policy="keep",
+    unplanned=[],
+    digest=None,
+    milliseconds=RefitMilliseconds(validate=0, gate=0, copy=0, attest=0, publish=0, total=0),
+)
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[Peer]:
+    with running(Peer(endpoint_in(tmp_path))) as started:
+        yield started
+
+
+@pytest.fixture
+def client(peer: Peer) -> Iterator[Daemon]:
+    """With buckets that hold two of `TENSORS` each."""
+    with Daemon.connect(peer.endpoint, bucket_bytes=128) as connected:
+        yield connected
+
+
+def grant(peer: Peer, *, source: int = 1, epoch: int = 7) -> OpenSource:
+    """Answers what comes before the first refit of a source."""
+    peer.next(AcquireWriter).reply(WriterAcquired(epoch=epoch))
+    return open_source(peer, source)
+
+
+def open_source(peer: Peer, source: int) -> OpenSource:
+    asked = peer.next(OpenSource)
+    asked.reply(SourceOpened(source=source, path="plan", tensors=1, size_bytes=1, unplanned=[]))
+    return asked.body
+
+
+def begin(peer: Peer) -> BeginRefit:
+    asked = peer.next(BeginRefit)
+    asked.reply(RefitBegan(refit=5, version=4))
+    return asked.body
+
+
+def applied(asked: Asked) -> None:
+    asked.reply(BucketApplied(refit=5, bucket=asked.body.bucket, size_bytes=1))
+
+
+def test_source_is_opened_once(peer: Peer, client: Daemon) -> None:
+    """Later refits from the same module are one message each, under the epoch that was granted."""
+    model = share_parameters(torch.nn.Linear(2, 2))
+    thread, outcome = in_background(lambda: [client.refit(model, version=version) for version in (4, 5)])
+    assert grant(peer).kind == "inplace"
+    for version in (4, 5):
+        asked = peer.next(CommitRefit)
+        assert (asked.body.source, asked.body.epoch, asked.body.version) == (1, 7, version)
+        asked.reply(RefitCommitted(report=REPORT))
+    thread.join()
+    assert outcome == [[REPORT, REPORT]]
+
+
+def test_source_of_a_dropped_module_is_closed(peer: Peer, client: Daemon) -> None:
+    """When the next one is opened: the daemon does not keep memory mapped that nobody has."""
+    for source in (1, 2):
+        thread, outcome = in_background(client.refit, share_parameters(torch.nn.Linear(2, 2)))
+        if source == 1:
+            grant(peer)
+        else:
+            closed = peer.next(CloseSource)
+            assert closed.body.source == 1
+            closed.reply(SourceClosed(source=1))
+            open_source(peer, source)
+        peer.next(CommitRefit).reply(RefitCommitted(report=REPORT))
+        thread.join()
+        assert outcome == [REPORT]
+        del thread
+        gc.collect()
+
+
+def test_restart_opens_the_source_again(peer: Peer, client: Daemon) -> None:
+    """Nothing of the old daemon's numbering is used with the new one."""
+    model = share_parameters(torch.nn.Linear(2, 2))
+    thread, _ = in_background(client.refit, model)
+    grant(peer)
+    peer.next(CommitRefit).reply(RefitCommitted(report=REPORT))
+    thread.join()
+    peer.stop()
+    peer.epoch = 2
+    peer.start()
+    peer.wait_for_hellos(2)
+    with pytest.raises(DaemonRestarted):
+        client.refit(model)
+    thread, outcome = in_background(client.refit, model)
+    grant(peer, source=9, epoch=1)
+    asked = peer.next(CommitRefit)
+    assert (asked.body.source, asked.body.epoch) == (9, 1)
+    asked.reply(RefitCommitted(report=REPORT))
+    thread.join()
+    assert outcome == [REPORT]
+
+
+def test_fenced_writer_asks_for_the_role_again(peer: Peer, client: Daemon) -> None:
+    """After a takeover the refit fails; the next one starts with the role, it does not reuse the old epoch."""
+    model = share_parameters(torch.nn.Linear(2, 2))
+    thread, outcome = in_background(client.refit, model)
+    grant(peer)
+    peer.next(CommitRefit).fail(ErrorCode.STALE_EPOCH)
+    thread.join()
+    assert isinstance(outcome[0], RefitdError)
+    thread, _ = in_background(client.refit, model)
+    peer.next(AcquireWriter).fail(ErrorCode.WRITER_BUSY)
+    thread.join()
+
+
+def test_bucket_is_packed_while_the_other_is_read(peer: Peer, client: Daemon) -> None:
+    """Two buckets are on their way at once, never three: none is overwritten before it has been read."""
+    thread, outcome = in_background(client.refit, TENSORS)
+    opened = grant(peer)
+    assert (opened.kind, len(opened.segments), opened.segments[0].size_bytes) == ("bucket", 2, 128)
+    assert [tensor.name for tensor in begin(peer).tensors] == [*TENSORS]
+    first, second = peer.next(ApplyBucket), peer.next(ApplyBucket)
+    assert [piece.name for piece in first.body.pieces + second.body.pieces] == [*"abcd"]
+    looking, _ = in_background(client.manifest)
+    peer.next(GetManifest).reply(Manifest(tensors=[]))
+    looking.join()
+    applied(first)
+    third = peer.next(ApplyBucket)
+    assert [first.body.bucket, second.body.bucket, third.body.bucket] == [0, 1, 0]
+    applied(second)
+    applied(third)
+    peer.next(FinishRefit).reply(RefitCommitted(report=REPORT))
+    thread.join()
+    assert outcome == [REPORT]
+
+
+def test_failing_iterator_aborts_what_was_begun(peer: Peer, client: Daemon) -> None:
+    """The caller's own error comes out, after the daemon was told."""
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(TENSORS.items())[:3]
+        raise OSError("the disk is gone")
+
+    specs = [*layout_of(TENSORS.items()).values()]
+    thread, outcome = in_background(client.refit, tensors(), specs)
+    grant(peer)
+    begin(peer)
+    applied(peer.next(ApplyBucket))
+    aborted = peer.next(AbortRefit)
+    assert aborted.body.refit == 5
+    aborted.reply(RefitAborted(refit=5, state=EngineState.TORN, version=3))
+    thread.join()
+    assert isinstance(outcome[0], OSError)
+
+
+def test_refused_bucket_is_raised_and_aborted(peer: Peer, client: Daemon) -> None:
+    """Even when the daemon has ended the refit by itself: its first error is the one that counts."""
+    thread, outcome = in_background(client.refit, TENSORS)
+    grant(peer)
+    begin(peer)
+    peer.next(ApplyBucket).fail(ErrorCode.REFIT_FAILED)
+    peer.next(ApplyBucket)
+    peer.next(AbortRefit).fail(ErrorCode.UNKNOWN_REFIT)
+    thread.join()
+    assert outcome[0].code is ErrorCode.REFIT_FAILED
+
+
+def test_refused_begin_is_not_aborted(peer: Peer, client: Daemon) -> None:
+    """There is nothing to abort; the next refit finds the role and the buckets as they were."""
+    thread, outcome = in_background(client.refit, TENSORS)
+    grant(peer)
+    peer.next(BeginRefit).fail(ErrorCode.MANIFEST_MISMATCH)
+    thread.join()
+    assert outcome[0].code is ErrorCode.MANIFEST_MISMATCH
+    thread, outcome = in_background(client.refit, TENSORS)
+    peer.next(BeginRefit).fail(ErrorCode.MANIFEST_MISMATCH)
+    thread.join()
+
+
+def test_no_tensors_at_all_is_an_error(client: Daemon, peer: Peer) -> None:
+    """An empty generator is a mistake in the caller, not a refit of nothing."""
+    thread, outcome = in_background(client.refit, {})
+    peer.next(AcquireWriter).reply(WriterAcquired(epoch=7))
+    thread.join()
+    assert isinstance(outcome[0], ValueError)
