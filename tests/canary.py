@@ -1,4 +1,6 @@
-"""O4: after every hostile case the daemon is healthy, a fixed prompt gives the same ids, and the version has not moved."""
+"""O4: after every hostile case the daemon is healthy, a fixed prompt gives the same ids, and the version has not
+moved.
+"""
 
 from __future__ import annotations
 

@@ -66,10 +66,9 @@ def daemon(daemon_process: DaemonProcess, fresh_sample: tuple[list[int], list[fl
 
 
 @pytest.fixture
-def model() -> Iterator[PreTrainedModel]:
+def model() -> PreTrainedModel:
     """The trainer's model, weights A (seed 0), its parameters shared."""
-    shared = share_parameters(random_model("qwen3", seed=0))
-    yield shared
+    return share_parameters(random_model("qwen3", seed=0))
 
 
 def load_seed(model: PreTrainedModel, seed: int) -> None:

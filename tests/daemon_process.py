@@ -43,7 +43,7 @@ class DaemonProcess:
 
     def engine_pids(self) -> list[int]:
         """All living descendants of the daemon."""
-        return [pid for pid in descendants(self.process.pid)]
+        return descendants(self.process.pid)
 
     def wait_ready(self) -> None:
         """Raises AssertionError with the log when it ends or takes too long."""

@@ -86,11 +86,9 @@ def test_every_token_fits_the_version_it_is_stamped_with(daemon: Daemon, model: 
     stream = daemon.stream([[5], [77]], sampling)
     last = {(prompt, output): [5, 77][prompt] for prompt in range(2) for output in range(4)}
     seen: set[int] = set()
-    deltas = 0
-    for delta in stream:
-        deltas += 1
-        if deltas in (10, 40, 80):
-            refit(deltas)
+    for position, delta in enumerate(stream):
+        if position in (10, 40, 80):
+            refit(position)
         tokens = iter(delta.token_ids.tolist())
         for run in delta.versions:
             seen.add(run.version)

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import zmq
 
 from refit_protocol.codec import Frame, decode_reply, encode_request
-
 from refit_protocol.messages import (
     Failed,
     Goodbye,

@@ -1,7 +1,10 @@
-"""What refitd needs of vLLM, and the differences between its releases, in one place. Imported only when an engine starts.
+"""What refitd needs of vLLM, and the differences between its releases, in one place. Imported only when an engine
+starts.
 
-`StampedLLM` is an AsyncLLM whose output loop we own: steps of our own requests go straight to the daemon as arrays, without
-an object and a task wake-up per stream; requests of vLLM's own server app take vLLM's usual way. Owning the loop also gives
+`StampedLLM` is an AsyncLLM whose output loop we own: steps of our own requests go straight to the daemon as arrays,
+without
+an object and a task wake-up per stream; requests of vLLM's own server app take vLLM's usual way. Owning the loop also
+gives
 an exact border between two versions: `drain_outputs` returns only when every token made before it was handed on.
 """
 
@@ -139,7 +142,8 @@ class StampedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not checked
         await self.engine_core.abort_requests_async(request_ids)
 
     async def freeze(self, *, clear_cache: bool) -> None:
-        """Stops the scheduler between steps; running requests stay. Their tokens so far have reached the sink on return.
+        """Stops the scheduler between steps; running requests stay. Their tokens so far have reached the sink on
+        return.
 
         Not `pause_generation`: that one adds a fixed sleep to order what `drain_outputs` orders exactly.
         """

@@ -1,4 +1,6 @@
-"""Every setting of the daemon, its default and its meaning, read once from flags, environment and TOML, in this order."""
+"""Every setting of the daemon, its default and its meaning, read once from flags, environment and TOML, in this
+order.
+"""
 
 from __future__ import annotations
 
@@ -187,7 +189,9 @@ def fixed_changes(before: Config, after: Config) -> list[str]:
 
 
 def load_config(flags: Mapping[str, Any], file: Path | None) -> Config:
-    """Raises `ConfigError` with one line; `flags` is nested like the file and wins over the environment and the file."""
+    """Raises `ConfigError` with one line; `flags` is nested like the file and wins over the environment and the
+    file.
+    """
     if file is not None and not file.is_file():
         raise ConfigError(f"configuration file {file} does not exist")
     source = type("ConfigFromFile", (Config,), {"model_config": SettingsConfigDict(toml_file=file)})

@@ -83,7 +83,9 @@ class Gate:
         self.last_error = LastError(code=error.code, message=error.message, unix_seconds=time.time())
 
     def refusal(self) -> ProtocolError | None:
-        """Why a request that needs weights cannot be served in this state, None where it can, if need be after waiting."""
+        """Why a request that needs weights cannot be served in this state, None where it can, if need be after
+        waiting.
+        """
         reason = NOT_SERVABLE.get(self.state)
         if reason is None:
             return None

@@ -115,7 +115,9 @@ class Generation:
     # --- the engine's side --------------------------------------------------------------------------------------------
 
     def take_step(self, steps: Sequence[StepOutput]) -> None:
-        """One engine step: stamps, stores and sends. Called synchronously, so that no version change can slip between."""
+        """One engine step: stamps, stores and sends. Called synchronously, so that no version change can slip
+        between.
+        """
         version = self._gate.version
         withdrawn: list[str] = []
         tokens = 0

@@ -1,4 +1,6 @@
-"""Sleep and wake: device memory for the trainer between generations. What is not in the table is refused, never tried."""
+"""Sleep and wake: device memory for the trainer between generations. What is not in the table is refused, never
+tried.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Power:
         self._order = asyncio.Lock()
 
     async def sleep(self, call: Call) -> AsyncIterator[Answer]:
-        """Running requests finish or are aborted first; `keep` and `recompute` cannot outlive a sleep and are refused."""
+        """Running requests finish or are aborted first; `keep` and `recompute` cannot outlive a sleep and are
+        refused.
+        """
         assert isinstance(call.body, Sleep)
         if call.body.policy not in ("finish", "abort"):
             raise ProtocolError(

@@ -1,6 +1,7 @@
 """The only file of the daemon that knows ZeroMQ: receive, decode, route to a room, send.
 
-The receive loop never awaits a handler: short ones answer at once, the others run as tasks, so that a cancel or a heartbeat
+The receive loop never awaits a handler: short ones answer at once, the others run as tasks, so that a cancel or a
+heartbeat
 never waits behind a refit.
 """
 

@@ -1,4 +1,6 @@
-"""Who is connected: sessions, their leases, and the death of their processes. No sockets: the server sends what is answered."""
+"""Who is connected: sessions, their leases, and the death of their processes. No sockets: the server sends what is
+answered.
+"""
 
 from __future__ import annotations
 

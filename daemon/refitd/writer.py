@@ -7,7 +7,9 @@ from refitd.sessions import Session
 
 
 class Writer:
-    """`epoch` rises with every new writer; it starts at the daemon's own epoch, so frames of an earlier run are stale too."""
+    """`epoch` rises with every new writer; it starts at the daemon's own epoch, so frames of an earlier run are stale
+    too.
+    """
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
@@ -36,6 +38,6 @@ class Writer:
         if self.session is not session or epoch != self.epoch:
             raise ProtocolError(
                 ErrorCode.STALE_EPOCH,
-                f"epoch {epoch} is not the present writer's ({self.epoch}): send AcquireWriter and open the source again",
+                f"epoch {epoch} is not the present writer's ({self.epoch}): send AcquireWriter, open the source again",
                 epoch=self.epoch,
             )

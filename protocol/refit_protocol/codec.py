@@ -24,7 +24,9 @@ _Header = TypeVar("_Header", RequestHeader, ReplyHeader)
 
 @dataclass(frozen=True)
 class CodecLimits:
-    """What a decoder accepts. The daemon's come from its configuration, the client trusts its daemon with the defaults."""
+    """What a decoder accepts. The daemon's come from its configuration, the client trusts its daemon with the
+    defaults.
+    """
 
     header_bytes: int = 16 << 20
     blob_bytes: int = 256 << 20
@@ -53,12 +55,16 @@ def decode_request(frames: Sequence[Frame], limits: CodecLimits = DEFAULT_LIMITS
 
 
 def decode_reply(frames: Sequence[Frame], limits: CodecLimits = DEFAULT_LIMITS) -> tuple[ReplyHeader, list[Frame]]:
-    """Raises `ProtocolError` like `decode_request`, but does not count containers: a client trusts its daemon that far."""
+    """Raises `ProtocolError` like `decode_request`, but does not count containers: a client trusts its daemon that
+    far.
+    """
     return _decode(frames, limits, ReplyHeader)
 
 
 def salvage_request_id(frames: Sequence[Frame], limits: CodecLimits = DEFAULT_LIMITS) -> int:
-    """The id in a header that is a map but no known request, so that even its refusal can be matched; 0 if there is none."""
+    """The id in a header that is a map but no known request, so that even its refusal can be matched; 0 if there is
+    none.
+    """
     try:
         _check_frames(frames, limits)
         native = _unpack(frames[1], limits, hostile=True)

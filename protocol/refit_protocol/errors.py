@@ -123,7 +123,8 @@ ERROR_RULES: dict[ErrorCode, ErrorRule] = {
 class ProtocolError(Exception):
     """A request that cannot be served; becomes a `Failed` reply.
 
-    `details` holds message-pack natives with string keys (names, limits, shapes) for programs; `message` is for people and
+    `details` holds message-pack natives with string keys (names, limits, shapes) for programs; `message` is for
+    people and
     says what to do.
     """
 

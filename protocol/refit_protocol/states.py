@@ -59,7 +59,8 @@ ENGINE_TRANSITIONS: dict[tuple[EngineState, EngineEvent], EngineState] = {
     **{(state, _E.DIED): _S.DEAD for state in EngineState},
 }
 
-# Why a request that needs a servable engine is refused in each state; ready and refitting (wait at the gate) are absent.
+# Why a request that needs a servable engine is refused in each state; ready and refitting (wait at the gate) are
+# absent.
 NOT_SERVABLE: dict[EngineState, tuple[ErrorCode, str]] = {
     _S.UNLOADED: (ErrorCode.LOADING, "the model is not loaded yet: send LoadModel"),
     _S.LOADING: (ErrorCode.LOADING, "the model is still loading: ask Status for its progress"),

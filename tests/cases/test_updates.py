@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -29,12 +28,12 @@ def expected_ids(daemon: Daemon, model: PreTrainedModel, seed: int) -> list[int]
 
 
 @pytest.fixture
-def other_ids(daemon: Daemon, model: PreTrainedModel) -> Iterator[list[int]]:
+def other_ids(daemon: Daemon, model: PreTrainedModel) -> list[int]:
     """The greedy ids of weights B; the engine holds A when the test begins."""
     ids = expected_ids(daemon, model, 1)
     load_seed(model, 0)
     daemon.refit(model)
-    yield ids
+    return ids
 
 
 @pytest.mark.parametrize("only", ["model.layers.0.self_attn.q_proj.weight", "lm_head.weight"])

@@ -1,0 +1,154 @@
+"""Cases A and B: refits that fail half-way. Torn is said so, never served, and can be mended."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from refit_protocol.errors import ErrorCode
+from refit_protocol.states import EngineState
+from refit_trainer import Daemon, RefitdError, Sampling
+from tests.canary import sing, unharmed
+from tests.conftest import GREEDY, PROMPT
+from tests.daemon_process import DaemonProcess, running_daemon
+from tests.trainers import SMALL_BUCKET_BYTES, specs_of, start_suicidal_trainer, tensors_of
+
+AFTER_THREE_BUCKETS = 12
+
+
+@pytest.fixture(scope="module")
+def unprotected(model_path: Path, short_directory: Path) -> Iterator[DaemonProcess]:
+    """A daemon of this module's own that keeps no weights."""
+    with running_daemon(model_path, short_directory / "unprotected", "refit.keep_last=none") as process:
+        yield process
+
+
+def failing_after(seed: int, count: int) -> Iterator[tuple[str, torch.Tensor]]:
+    for index, named in enumerate(tensors_of(seed)):
+        if index == count:
+            raise RuntimeError("the trainer's own bug")
+        yield named
+
+
+def wait_for(daemon: Daemon, *states: EngineState) -> EngineState:
+    """The first of these states that is seen; every look is a round trip, the test's own timeout bounds it."""
+    while (state := daemon.status().state) not in states:
+        assert state is EngineState.REFITTING
+    return state
+
+
+def test_a_trainer_killed_mid_update_leaves_torn_weights_that_are_never_served(
+    unprotected: DaemonProcess, model: PreTrainedModel
+) -> None:
+    """Torn, said so, version unmoved, generation refused; the next client's full refit mends it without a restart."""
+    with unprotected.connect() as daemon:
+        daemon.refit(model)
+        daemon.release_writer()
+        before = sing(daemon)
+        trainer = start_suicidal_trainer(unprotected.endpoint, seed=1, count=AFTER_THREE_BUCKETS)
+        assert trainer.wait(120) == -9
+        assert wait_for(daemon, EngineState.TORN, EngineState.READY) is EngineState.TORN
+        status = daemon.status()
+        assert status.version == before[1]
+        assert status.digest is None
+        assert status.last_error is not None
+        with pytest.raises(RefitdError) as refused:
+            daemon.generate_one(PROMPT, GREEDY)
+        assert refused.value.code is ErrorCode.TORN
+        with pytest.raises(RefitdError) as partial:
+            daemon.refit(model, only=["model.norm.weight"])
+        assert partial.value.code is ErrorCode.TORN
+        with pytest.raises(RefitdError) as nothing:
+            daemon.restore()
+        assert nothing.value.code is ErrorCode.NOTHING_TO_RESTORE
+        daemon.refit(model)
+        assert (sing(daemon)[0], daemon.status().digest) == (before[0], before[2])
+
+
+def test_a_trainer_killed_mid_update_is_mended_from_what_was_kept(
+    daemon: Daemon, daemon_process: DaemonProcess, model: PreTrainedModel
+) -> None:
+    """With keep_last = host the last committed weights are back by themselves, bit for bit, and are served."""
+    daemon.refit(model)
+    daemon.release_writer()
+    with unharmed(daemon):
+        trainer = start_suicidal_trainer(daemon_process.endpoint, seed=1, count=AFTER_THREE_BUCKETS)
+        assert trainer.wait(120) == -9
+        wait_for(daemon, EngineState.READY)
+        assert daemon.status().last_error is not None
+    assert daemon.verify(model, full=True)
+
+
+def test_a_trainer_that_fails_mid_update_aborts_it(
+    daemon: Daemon, daemon_process: DaemonProcess, model: PreTrainedModel
+) -> None:
+    """The trainer sees its own error; the engine is as it was, and the next refit works."""
+    daemon.refit(model)
+    with daemon_process.connect(bucket_bytes=SMALL_BUCKET_BYTES) as trainer:
+        daemon.release_writer()
+        with unharmed(daemon), pytest.raises(RuntimeError, match="own bug"):
+            trainer.refit(failing_after(1, AFTER_THREE_BUCKETS), specs=specs_of())
+        trainer.release_writer()
+    assert daemon.refit(model).version > 0
+
+
+def test_streams_that_ran_into_a_torn_refit_end_with_an_error(
+    unprotected: DaemonProcess, model: PreTrainedModel
+) -> None:
+    """Frozen requests must not go on with torn weights: each ends, saying why."""
+    with unprotected.connect() as daemon:
+        daemon.refit(model)
+        daemon.release_writer()
+        stream = daemon.stream([PROMPT], Sampling(max_tokens=240, ignore_eos=True))
+        received = [next(stream)]
+        trainer = start_suicidal_trainer(unprotected.endpoint, seed=1, count=AFTER_THREE_BUCKETS)
+        received += list(stream)
+        assert trainer.wait(120) == -9
+        if received[-1].finish_reason == "length":
+            pytest.skip("the stream ended before the trainer began")
+        assert received[-1].finish_reason == "cancelled"
+        assert received[-1].error is ErrorCode.TORN
+        daemon.refit(model)
+
+
+def test_requests_at_the_gate_of_a_failing_refit_are_answered(
+    unprotected: DaemonProcess, model: PreTrainedModel
+) -> None:
+    """Requests that wait while an update fails get its typed error, none waits for ever."""
+    with unprotected.connect() as daemon, unprotected.connect() as other:
+        daemon.refit(model)
+        outcome: list[object] = []
+
+        def ask() -> None:
+            try:
+                outcome.append(other.generate_one(PROMPT, GREEDY))
+            except RefitdError as error:
+                outcome.append(error.code)
+
+        asking = threading.Thread(target=ask)
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for index, named in enumerate(tensors_of(1)):
+                if index == AFTER_THREE_BUCKETS:
+                    asking.start()
+                    while daemon_waits(other) == 0:
+                        assert asking.is_alive()
+                    raise RuntimeError("the trainer's own bug")
+                yield named
+
+        with unprotected.connect(bucket_bytes=SMALL_BUCKET_BYTES) as trainer:
+            daemon.release_writer()
+            with pytest.raises(RuntimeError, match="own bug"):
+                trainer.refit(tensors(), specs=specs_of())
+        asking.join(60)
+        assert outcome == [ErrorCode.TORN]
+        daemon.refit(model)
+
+
+def daemon_waits(daemon: Daemon) -> int:
+    return daemon.status().waiting_requests
