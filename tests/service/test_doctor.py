@@ -330,13 +330,12 @@ def test_a_port_in_use() -> None:
 
 
 def test_model_directories(tmp_path: Path) -> None:
-    """A missing directory and one without config.json are found before a load; a name is vLLM's affair."""
-    (tmp_path / "model").mkdir()
-    assert [finding.verdict for finding in places.check_model(str(tmp_path / "none"))] == [FAIL]
-    assert [finding.verdict for finding in places.check_model(str(tmp_path / "model"))] == [FAIL]
-    (tmp_path / "model" / "config.json").touch()
-    assert [finding.verdict for finding in places.check_model(str(tmp_path / "model"))] == [PASS]
-    assert [finding.verdict for finding in places.check_model("Qwen/Qwen3-8B")] == [PASS]
+    """A directory with something missing is found before a load; a name is vLLM's affair."""
+    assert places.check_model(str(tmp_path / "none")).verdict is FAIL
+    (tmp_path / "config.json").touch()
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    assert places.check_model(str(tmp_path)).verdict is PASS
+    assert places.check_model("Qwen/Qwen3-8B").verdict is PASS
 
 
 # --- the neighbour ----------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def _before_the_start(subject: Subject, gpus: list[Gpu]) -> Iterator[Finding]:
     if subject.http_address is not None:
         yield check_port(*subject.http_address)
     if subject.model is not None:
-        yield from check_model(subject.model)
+        yield check_model(subject.model)
 
 
 def _beside_a_daemon(daemon: Status, subject: Subject, gpus: list[Gpu]) -> Iterator[Finding]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from refit_protocol.endpoint import socket_path
 from refitd import orphans
 from refitd.doctor.finding import Finding, failed, passed, warned
+from refitd.model_files import model_problem
 
 
 def check_runtime_directory(directory: Path) -> Finding:
@@ -64,19 +65,15 @@ def check_orphans(runtime_directory: Path, devices: Sequence[str]) -> Finding:
     return failed("orphans", "; ".join(map(str, found)), "refitd serve --replace ends them")
 
 
-def check_model(model: str) -> Iterator[Finding]:
+def check_model(model: str) -> Finding:
     """A directory is looked into; a name is vLLM's to find."""
     path = Path(model).expanduser()
     if not path.is_absolute() and not path.is_dir():
-        yield passed("model", f"{model} is for vLLM to find")
-    elif not path.is_dir():
-        yield failed("model", f"{path} is not there", "correct model in the configuration")
-    elif not (path / "config.json").is_file():
-        yield failed("model", f"{path} has no config.json", "name the directory that holds config.json and weights")
-    elif unreadable := [file.name for file in sorted(path.iterdir()) if not os.access(file, os.R_OK)]:
-        yield failed("model", f"{path}: {', '.join(unreadable[:3])} cannot be read", "chmod, or run as another user")
-    else:
-        yield passed("model", str(path))
+        return passed("model", f"{model} is for vLLM to find")
+    problem = model_problem(path)
+    if problem is not None:
+        return failed("model", problem, "correct model in the configuration, or fetch the files again")
+    return passed("model", str(path))
 
 
 def _check_silent_path(path: Path) -> Finding:

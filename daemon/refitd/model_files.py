@@ -1,0 +1,63 @@
+"""Whether a model directory holds what a load needs, found out in milliseconds instead of after minutes of loading."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+INDEX_PATTERN = "*.index.json"
+
+
+def model_problem(directory: Path, *, weights: bool = True) -> str | None:
+    """Why this directory cannot be loaded, in one line; None where nothing is missing.
+
+    `weights` False: the engine is to make its own (`load_format = "dummy"`).
+    """
+    if not directory.is_dir():
+        return f"model directory {directory} does not exist"
+    if not (directory / "config.json").is_file():
+        return f"model directory {directory} has no config.json: is it the right one?"
+    if unreadable := _unreadable(directory):
+        return f"model directory {directory}: {unreadable} cannot be read by user {os.getuid()}"
+    return _weights_problem(directory) if weights else None
+
+
+def _weights_problem(directory: Path) -> str | None:
+    files = sorted(file for pattern in WEIGHT_PATTERNS for file in directory.glob(pattern))
+    if empty := [file.name for file in files if file.stat().st_size == 0]:
+        return f"model directory {directory}: {empty[0]} is empty: it was not copied whole"
+    sets = {index: _shards(index) for index in sorted(directory.glob(INDEX_PATTERN))}
+    # Repositories hold the same weights in several formats, of which one is enough.
+    if {file.name for file in files}.difference(*sets.values()):
+        return None
+    problems = [_shards_problem(index, shards) for index, shards in sets.items()]
+    if problems:
+        return None if None in problems else problems[-1]
+    return f"model directory {directory} has no weights ({', '.join(WEIGHT_PATTERNS)})"
+
+
+def _shards_problem(index: Path, shards: set[str]) -> str | None:
+    if not shards:
+        return f"{index} is no index of weights: it was not copied whole"
+    missing = sorted(shard for shard in shards if not (index.parent / shard).is_file())
+    if not missing:
+        return None
+    return f"model directory {index.parent}: {len(missing)} of {len(shards)} weight files missing, {missing[0]} first"
+
+
+def _shards(index: Path) -> set[str]:
+    """The files that an index names; none where it cannot be read as one."""
+    try:
+        content: Any = msgspec.json.decode(index.read_bytes())
+        return set(content["weight_map"].values())
+    except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
+        return set()
+
+
+def _unreadable(directory: Path) -> str | None:
+    names = (file.name for file in sorted(directory.iterdir()) if not os.access(file, os.R_OK))
+    return next(names, None)

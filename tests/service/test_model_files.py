@@ -1,0 +1,85 @@
+"""What is missing from a model directory is named before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from refitd.model_files import model_problem
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A whole model of two shards."""
+    (tmp_path / "config.json").write_text("{}")
+    shards = ["model-1-of-2.safetensors", "model-2-of-2.safetensors"]
+    for shard in shards:
+        (tmp_path / shard).write_bytes(b"weights")
+    weight_map = {f"layer.{number}": shard for number, shard in enumerate(shards)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return tmp_path
+
+
+def test_a_whole_model_has_no_problem(model: Path) -> None:
+    """With an index and without one."""
+    assert model_problem(model) is None
+    (model / "model.safetensors.index.json").unlink()
+    assert model_problem(model) is None
+
+
+def empty_shard(model: Path) -> None:
+    (model / "model-1-of-2.safetensors").write_bytes(b"")
+
+
+def no_weights(model: Path) -> None:
+    for file in model.glob("model*"):
+        file.unlink()
+
+
+def break_index(model: Path) -> None:
+    no_weights(model)
+    (model / "model.safetensors.index.json").write_text('{"weight_map": ')
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda model: (model / "config.json").unlink(), "no config.json"),
+        (lambda model: (model / "model-2-of-2.safetensors").unlink(), "1 of 2 weight files missing, model-2-of-2"),
+        (empty_shard, "model-1-of-2.safetensors is empty"),
+        (no_weights, "has no weights"),
+        (break_index, "is no index of weights"),
+        (lambda model: (model / "tokenizer.json").symlink_to(model / "gone"), "tokenizer.json cannot be read"),
+    ],
+)
+def test_what_is_missing_is_named(model: Path, damage: Callable[[Path], None], named: str) -> None:
+    """One line, with the file in it."""
+    damage(model)
+    problem = model_problem(model)
+    assert problem is not None
+    assert named in problem
+    assert "\n" not in problem
+
+
+def test_one_format_of_several_is_enough(model: Path) -> None:
+    """A repository lists its weights in two formats, and only one was fetched; or holds them in one more file."""
+    (model / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"layer.0": "pytorch-1-of-1.bin"}}))
+    assert model_problem(model) is None
+    (model / "model-2-of-2.safetensors").unlink()
+    assert model_problem(model) is not None
+    (model / "consolidated.safetensors").write_bytes(b"weights")
+    assert model_problem(model) is None
+
+
+def test_dummy_weights_need_no_files(model: Path) -> None:
+    """With load_format "dummy" the configuration is enough."""
+    no_weights(model)
+    assert model_problem(model, weights=False) is None
+
+
+def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    """The commonest mistake of all."""
+    assert model_problem(tmp_path / "gone") == f"model directory {tmp_path / 'gone'} does not exist"
