@@ -1,0 +1,1 @@
+"""Benchmarks: each module has `measure() -> Iterator[Figure]`; figures are ratios to a reference of the same run."""
