@@ -91,6 +91,7 @@ class BucketSource:
         """Raises `manifest_mismatch`, or `plan_required` for half a layer that needs the loader."""
         weights.check_manifest(tensors, complete=not partial)
         by_name = {tensor.name: tensor for tensor in tensors}
+        weights.check_selection(by_name, available=by_name)
         plan = weights.plan
         loader_tensors = {name: plan.loader_only[name] for name in by_name if name in plan.loader_only}
         if not (self._planned and planned):
@@ -140,7 +141,7 @@ class BucketRefit:
     def __init__(self, weights: EngineWeights, source: BucketSource, announced: Announcement) -> None:
         self.announced = announced
         self._weights = weights
-        self._source = source
+        self.source = source
         self._coverage = {name: Coverage(tensor) for name, tensor in announced.tensors.items()}
         self._staged = {
             name: torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype), device=weights.device)
@@ -156,7 +157,7 @@ class BucketRefit:
 
     def copy(self, bucket: int, pieces: tuple[BucketPiece, ...]) -> int:
         """Reads the whole bucket, which may be overwritten afterwards; returns the bytes that went into the engine."""
-        program = self._source.program(self._weights, self.announced, bucket, pieces)
+        program = self.source.program(self._weights, self.announced, bucket, pieces)
         program.run()
         for piece in pieces:
             if piece.name in self._staged:
@@ -186,7 +187,7 @@ class BucketRefit:
             self._check_alias(name, aliases[name])
 
     def _stage(self, bucket: int, piece: BucketPiece) -> None:
-        flat, at = self._source.piece(bucket, piece, self.announced.tensors[piece.name].dtype)
+        flat, at = self.source.piece(bucket, piece, self.announced.tensors[piece.name].dtype)
         self._staged[piece.name].view(-1)[piece.first : piece.first + piece.count].copy_(flat[at : at + piece.count])
 
     def _check_alias(self, name: str, other: str) -> None:

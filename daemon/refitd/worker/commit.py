@@ -35,7 +35,7 @@ class Clock:
 def validate(weights: EngineWeights, source: InplaceSource, only: Collection[str] | None) -> CompiledSource:
     """Whatever can be wrong before the first byte is written, except for the values of the weights."""
     if only is not None:
-        weights.check_known(only)
+        weights.check_selection(only, available=source.tensors.keys())
     compiled = source.compiled(weights, only)
     for alias, name in weights.aliases.items():
         if alias in compiled.names:

@@ -12,25 +12,26 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from vllm.model_executor.kernels.linear.zentorch_utils import is_zentorch_moe_supported
-from vllm.model_executor.layers import utils
-from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.platforms import current_platform
 
 _EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
 
-_pack_linear = utils.dispatch_cpu_unquantized_gemm
-_pack_experts = cpu_moe.CPUUnquantizedExperts.process_weights_after_loading
-_apply_experts: Callable[..., None] = cpu_moe.CPUUnquantizedExperts.apply
+if current_platform.is_cpu():
+    from vllm.model_executor.kernels.linear.zentorch_utils import is_zentorch_moe_supported
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    _pack_linear = utils.dispatch_cpu_unquantized_gemm
+    _pack_experts = CPUUnquantizedExperts.process_weights_after_loading
+    _apply_experts: Callable[..., None] = CPUUnquantizedExperts.apply
 
 
 def apply_cpu_patches() -> None:
     """Does nothing on other devices; may be called again."""
-    if not current_platform.is_cpu():
-        return
-    _replace(utils, "dispatch_cpu_unquantized_gemm", _keep_linear_plain)
-    _replace(cpu_moe.CPUUnquantizedExperts, "process_weights_after_loading", _keep_experts_plain)
-    _replace(cpu_moe.CPUUnquantizedExperts, "apply", _apply_packed_experts)
+    if current_platform.is_cpu():
+        _replace(utils, "dispatch_cpu_unquantized_gemm", _keep_linear_plain)
+        _replace(CPUUnquantizedExperts, "process_weights_after_loading", _keep_experts_plain)
+        _replace(CPUUnquantizedExperts, "apply", _apply_packed_experts)
 
 
 def repack_experts(model: torch.nn.Module) -> None:
@@ -87,6 +88,8 @@ def _patched_experts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, 
 
 
 def _cpu_experts(layer: torch.nn.Module) -> Any:
+    if not current_platform.is_cpu():
+        return None
     kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
     experts = getattr(kernel, "fused_experts", None)
-    return experts if isinstance(experts, cpu_moe.CPUUnquantizedExperts) else None
+    return experts if isinstance(experts, CPUUnquantizedExperts) else None

@@ -70,7 +70,8 @@ class _State:
         source = self.sources.pop(source_id, None)
         if source is None:
             return False
-        self.refit = None
+        if self.refit is not None and self.refit.source is source:
+            self.refit = None
         source.close()
         return True
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from refitd.worker.cpu_patches import has_packed_experts
 
-_PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
+# By exact name: a subclass may do anything to the weights.
+_PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
 
 
 def reload(model_runner: Any, vllm_config: VllmConfig, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -30,7 +29,7 @@ def opaque_modules(model: torch.nn.Module, use_mla: bool) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        if method is not None and not isinstance(method, _PLAIN_METHODS):
+        if method is not None and type(method).__name__ not in _PLAIN_METHODS:
             found[name] = f"its weights are processed by {type(method).__name__}"
         elif has_packed_experts(module):
             found[name] = "its expert weights are packed for the CPU"

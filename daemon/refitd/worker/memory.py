@@ -9,6 +9,7 @@ import stat
 import warnings
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from refit_protocol.errors import ErrorCode, ProtocolError
@@ -26,7 +27,7 @@ class Mapping(Protocol):
     def data(self) -> torch.Tensor: ...
 
     def close(self) -> None:
-        """Unmaps; every tensor made from `data` must be gone before."""
+        """Unmaps, as soon as every tensor made from `data` is gone too."""
 
 
 def open_segment(segment: Segment, device: torch.device) -> Mapping:
@@ -47,12 +48,12 @@ class MemfdMapping:
         descriptor = _open_descriptor(segment)
         try:
             _check(descriptor, segment)
-            self._map = mmap.mmap(descriptor, segment.size_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+            mapped = mmap.mmap(descriptor, segment.size_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
         except (OSError, ValueError) as error:
             raise _unavailable(segment, f"cannot be mapped: {error}") from error
         finally:
             os.close(descriptor)
-        self._data: torch.Tensor | None = _as_tensor(self._map)
+        self._data: torch.Tensor | None = _as_tensor(mapped)
 
     @property
     def data(self) -> torch.Tensor:
@@ -60,8 +61,8 @@ class MemfdMapping:
         return self._data
 
     def close(self) -> None:
+        # The mapping goes with its last tensor: to unmap it under one that was forgotten would crash the engine.
         self._data = None
-        self._map.close()
 
 
 def _open_descriptor(segment: MemfdSegment) -> int:
@@ -107,8 +108,8 @@ def _check_backed(segment: MemfdSegment, missing_bytes: int) -> None:
 def _as_tensor(mapped: mmap.mmap) -> torch.Tensor:
     with warnings.catch_warnings():
         # That the memory is read-only is the point; nothing writes to a mapping.
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(mapped, dtype=torch.uint8)
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(np.frombuffer(mapped, dtype=np.uint8))
 
 
 def _unavailable(segment: MemfdSegment, what: str) -> ProtocolError:

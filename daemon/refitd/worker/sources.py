@@ -18,6 +18,7 @@ from refitd.worker.memory import open_segment
 from refitd.worker.plan import Plan, Route
 from refitd.worker.weights import EngineWeights, torch_dtype
 
+MAX_SELECTIONS = 32
 PLAN_OFF = "the plan is switched off"
 
 
@@ -84,7 +85,7 @@ class InplaceSource:
         key = None if only is None else frozenset(only)
         found = self._compiled.get(key)
         if found is None or found.plan is not weights.plan:
-            self._forget_other_plans(weights.plan)
+            self._make_room(weights.plan)
             found = self._compiled[key] = self._compile(weights, self.tensors.keys() if only is None else only)
         return found
 
@@ -118,8 +119,9 @@ class InplaceSource:
             raise ProtocolError(ErrorCode.UNSUPPORTED, message)
         return Transfer(box.moved(self.first_element(route.tensor)), split.target).merged()
 
-    def _forget_other_plans(self, plan: Plan) -> None:
-        self._compiled = {key: found for key, found in self._compiled.items() if found.plan is plan}
+    def _make_room(self, plan: Plan) -> None:
+        current = {key: found for key, found in self._compiled.items() if found.plan is plan}
+        self._compiled = current if len(current) < MAX_SELECTIONS else {}
 
     def _compile(self, weights: EngineWeights, names: Collection[str]) -> CompiledSource:
         plan = weights.plan

@@ -115,11 +115,13 @@ class EngineWeights:
         if any(problems.values()):
             raise _mismatch(problems)
 
-    def check_known(self, names: Collection[str]) -> None:
-        """Raises `manifest_mismatch` for names the engine does not know."""
-        unexpected = [name for name in names if name not in self.expected]
-        if unexpected:
-            raise _mismatch({"missing": [], "unexpected": unexpected, "shape": [], "dtype": []})
+    def check_selection(self, names: Collection[str], available: Collection[str]) -> None:
+        """Raises `manifest_mismatch` for names the engine or the source does not know, or a head without the embedding
+        it is tied to."""
+        unexpected = [name for name in names if name not in self.expected or name not in available]
+        missing = [self.aliases[name] for name in names if self.aliases.get(name, name) not in names]
+        if unexpected or missing:
+            raise _mismatch({"missing": missing, "unexpected": unexpected, "shape": [], "dtype": []})
 
     def _compile(self) -> None:
         config = self._vllm_config.model_config
