@@ -54,7 +54,7 @@ def sampled_positions(name: str, elements: int) -> NDArray[np.int64]:
     """Sorted row-major indices: all of a small tensor, up to `SAMPLES_PER_TENSOR` of a large one."""
     if elements <= SAMPLES_PER_TENSOR:
         return np.arange(elements, dtype=np.int64)
-    draws = _mix(np.arange(SAMPLES_PER_TENSOR, dtype=np.uint64) * np.uint64(_GOLDEN) + _salt(name))
+    draws = _mix(np.arange(SAMPLES_PER_TENSOR, dtype=np.uint64) * np.uint64(_GOLDEN) + name_salt(name))
     return np.unique(draws % np.uint64(elements)).astype(np.int64)
 
 
@@ -71,7 +71,7 @@ def lane_weights() -> NDArray[np.int64]:
 
 def block_weights(name: str, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
     """The factor of the weight that depends on the name and on `index // LANES`."""
-    return _odd(_mix(blocks.astype(np.uint64) + _salt(name)))
+    return _odd(_mix(blocks.astype(np.uint64) + name_salt(name)))
 
 
 def run_sum(name: str, first: int, bits: Any, lanes: Any, as_array: Callable[[NDArray[np.int64]], Any]) -> int:
@@ -101,7 +101,8 @@ def _partial_sum(name: str, first: int, bits: Any, lanes: Any) -> int:
 
 
 @lru_cache(maxsize=1 << 16)
-def _salt(name: str) -> np.uint64:
+def name_salt(name: str) -> np.uint64:
+    """What makes the weights of one tensor differ from another's: `block_weights` are `mix(block + salt) | 1`."""
     return np.uint64(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
 
 

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refitd.worker.copies import Copy, view_of
-from refitd.worker.digest import as_bits, flat_index
+from refitd.worker.digest import as_bits, bits_of, flat_index, from_bits
+from refitd.worker.gather import gather
 
 CHUNK_ELEMENTS = 1 << 22
 
@@ -45,37 +46,46 @@ def check_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.Te
 
 
 class SampledComparison:
-    """Sampled elements of both sides of a set of copies, prepared so that a check costs two gathers per parameter.
+    """Sampled elements of both sides of a set of copies, prepared so that a check costs two gathers for each pair of
+    dtypes.
 
     The samples are ordinals: the how-manieth element of the copy.
     """
 
     def __init__(self, sampled: Sequence[tuple[NamedCopy, NDArray[np.int64]]]) -> None:
-        grouped: dict[tuple[int, int], list[tuple[NamedCopy, torch.Tensor, torch.Tensor]]] = defaultdict(list)
+        grouped: dict[tuple[torch.dtype, torch.dtype], list[tuple[NamedCopy, NDArray[np.int64]]]] = defaultdict(list)
         for named, ordinals in sampled:
-            transfer, target = named.copy.transfer, named.copy.target
-            indices = [
-                torch.from_numpy(flat_index(box, ordinals)).to(target.device)
-                for box in (transfer.source, transfer.target)
-            ]
-            grouped[id(named.copy.source), id(target)].append((named, indices[0], indices[1]))
-        self._gathers = [
-            (
-                [named for named, _, _ in group],
-                torch.cat([source for _, source, _ in group]),
-                torch.cat([target for _, _, target in group]),
-            )
-            for group in grouped.values()
-        ]
+            grouped[named.copy.source.dtype, named.copy.target.dtype].append((named, ordinals))
+        self._pairs = [_SampledPair(group) for group in grouped.values()]
 
     def check(self) -> None:
         """Raises `attest_failed` naming tensors whose sampled elements did not arrive."""
-        different: list[str] = []
-        for group, source_indices, target_indices in self._gathers:
-            source, target = group[0].copy.source, group[0].copy.target
-            if not same_bits(source[source_indices].to(target.dtype), target[target_indices]):
-                different.extend(named.tensor for named in group)
-        _require_none(different)
+        _require_none([name for pair in self._pairs for name in pair.different()])
+
+
+class _SampledPair:
+    """Samples of copies between two dtypes."""
+
+    def __init__(self, sampled: Sequence[tuple[NamedCopy, NDArray[np.int64]]]) -> None:
+        first = sampled[0][0].copy
+        self._dtypes = first.source.dtype, first.target.dtype
+        self._names = np.repeat([named.tensor for named, _ in sampled], [len(ordinals) for _, ordinals in sampled])
+        self._source = gather(
+            [(named.copy.source, flat_index(named.copy.transfer.source, ordinals)) for named, ordinals in sampled]
+        )
+        self._target = gather(
+            [(named.copy.target, flat_index(named.copy.transfer.target, ordinals)) for named, ordinals in sampled]
+        )
+
+    def different(self) -> list[str]:
+        given, wanted = self._dtypes
+        sent = self._source.bits()
+        if given != wanted:
+            sent = bits_of(from_bits(sent, given).to(wanted))
+        unequal = sent != self._target.bits()
+        if not unequal.any():
+            return []
+        return sorted(set(self._names[unequal.cpu().numpy()].tolist()))
 
 
 def check_every_element(copies: Iterable[NamedCopy]) -> None:
@@ -84,7 +94,18 @@ def check_every_element(copies: Iterable[NamedCopy]) -> None:
 
 
 def different_tensors(copies: Iterable[NamedCopy]) -> list[str]:
-    return sorted({named.tensor for named in copies if not arrived(named.copy)})
+    every = list(copies)
+    on_device = [named for named in every if named.copy.target.is_cuda and named.copy.source.dtype == named.copy.target.dtype]
+    different = _unequal_on_device(on_device) if on_device else []
+    others = every if not on_device else [named for named in every if named not in on_device]
+    return sorted({*different, *(named.tensor for named in others if not arrived(named.copy))})
+
+
+def _unequal_on_device(copies: Sequence[NamedCopy]) -> list[str]:
+    # CuPy is only there where the engine runs on a GPU.
+    from refitd.worker.cuda_digest import unequal
+
+    return unequal([(named.tensor, named.copy) for named in copies], copies[0].copy.target.device)
 
 
 def arrived(copy: Copy) -> bool:

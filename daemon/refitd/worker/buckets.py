@@ -12,8 +12,9 @@ from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.tensors import BucketPiece, DType, TensorShape
 from refitd.worker.attest import check_same
 from refitd.worker.boxes import Transfer
-from refitd.worker.copies import Copy, CopyProgram, view_of
+from refitd.worker.copies import Copy, view_of
 from refitd.worker.plan import Plan
+from refitd.worker.programs import Program, copy_program
 from refitd.worker.sources import PLAN_OFF, Segments
 from refitd.worker.weights import EngineWeights, torch_dtype
 
@@ -83,7 +84,7 @@ class BucketSource:
         self.segments = segments
         self._planned = planned
         self._announced: Announcement | None = None
-        self._programs: dict[tuple[int, tuple[BucketPiece, ...]], CopyProgram] = {}
+        self._programs: dict[tuple[int, tuple[BucketPiece, ...]], Program] = {}
 
     def announce(
         self, weights: EngineWeights, tensors: Sequence[TensorShape], *, partial: bool, planned: bool
@@ -105,13 +106,13 @@ class BucketSource:
 
     def program(
         self, weights: EngineWeights, announced: Announcement, bucket: int, pieces: tuple[BucketPiece, ...]
-    ) -> CopyProgram:
+    ) -> Program:
         """The planned copies of a bucket with this layout; compiled the first time it is seen."""
         key = bucket, pieces
         found = self._programs.get(key)
         if found is None:
             copies = [copy for piece in pieces for copy in self._copies(weights, announced, bucket, piece)]
-            found = CopyProgram(copies)
+            found = copy_program(copies)
             if len(self._programs) < MAX_LAYOUTS:
                 self._programs[key] = found
         return found
@@ -154,6 +155,9 @@ class BucketRefit:
         """Raises `invalid_descriptor` for elements that came before; nothing is read yet."""
         for piece in pieces:
             self._coverage[piece.name].add(piece.first, piece.count)
+
+    def wait_until_written(self, bucket: int) -> None:
+        self._source.segments.wait_until_written(bucket)
 
     def copy(self, bucket: int, pieces: tuple[BucketPiece, ...]) -> int:
         """Reads the whole bucket, which may be overwritten afterwards; returns the bytes that went into the engine."""

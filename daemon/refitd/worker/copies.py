@@ -35,7 +35,7 @@ class CopyProgram:
     """Holds views of both sides, so it must be dropped before a mapping it reads can be closed."""
 
     def __init__(self, copies: Sequence[Copy]) -> None:
-        merged = _merge_neighbours(copies)
+        merged = merge_neighbours(copies)
         self.size_bytes = sum(copy.transfer.elements * copy.target.element_size() for copy in merged)
         plain = [copy for copy in merged if _is_plain(copy)]
         chunks = [chunk for copy in plain for chunk in _chunks(copy)]
@@ -65,8 +65,6 @@ class CopyProgram:
         with torch.no_grad():
             for target, source in self._others:
                 target.copy_(source, non_blocking=True)
-        if any(target.is_cuda for target, _ in self._others):
-            torch.cuda.synchronize()
 
 
 _Pair = tuple[NDArray[np.generic], NDArray[np.generic]]
@@ -104,7 +102,7 @@ def copy_on_this_thread(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def _merge_neighbours(copies: Sequence[Copy]) -> list[Copy]:
+def merge_neighbours(copies: Sequence[Copy]) -> list[Copy]:
     """Joins runs that follow each other on both sides."""
     ordered = sorted(
         (copy for copy in copies if copy.transfer.elements),

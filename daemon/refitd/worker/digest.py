@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,8 +15,12 @@ from numpy.typing import NDArray
 
 from refit_protocol.digest import MASK, DigestMode, element_weights, lane_weights, run_sum, sampled_positions, to_hex
 from refitd.worker.boxes import Box
+from refitd.worker.gather import gather
 from refitd.worker.plan import Route
 from refitd.worker.weights import EngineWeights
+
+if TYPE_CHECKING:
+    from refitd.worker.cuda_digest import DeviceDigest
 
 CHUNK_ELEMENTS = 1 << 20
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -43,16 +48,34 @@ class DigestReader:
         self._weights = weights
         self._groups = _groups(weights, [route for routes in self.plan.routes.values() for route in routes])
         self._sampled = {key: _SampledSum(weights, routes) for key, routes in self._groups.items()}
+        self._device_digest: DeviceDigest | None = None
 
     def parts(self, mode: DigestMode) -> dict[str, str]:
         """The digest of this rank, one part for each set of elements that other ranks may hold too; see
         `combine_parts`."""
         if mode is DigestMode.SAMPLED:
             return {key: to_hex(sampled.read()) for key, sampled in self._sampled.items()}
-        return {key: to_hex(self._full(routes)) for key, routes in self._groups.items()}
+        return {key: to_hex(value) for key, value in self._full().items()}
 
-    def _full(self, routes: Iterable[Route]) -> int:
-        return sum(route_sum(route, self._weights.flat(route.parameter)) for route in routes)
+    def _full(self) -> dict[str, int]:
+        if self._weights.device.type == "cuda":
+            return self._on_device().read()
+        return {key: sum(map(self._route_sum, routes)) for key, routes in self._groups.items()}
+
+    def _route_sum(self, route: Route) -> int:
+        return route_sum(route, self._weights.flat(route.parameter))
+
+    def _on_device(self) -> DeviceDigest:
+        if self._device_digest is None:
+            # CuPy is only there where the engine runs on a GPU.
+            from refitd.worker.cuda_digest import DeviceDigest
+
+            groups = {
+                key: [(route, self._weights.flat(route.parameter)) for route in routes]
+                for key, routes in self._groups.items()
+            }
+            self._device_digest = DeviceDigest(groups, self._weights.device)
+        return self._device_digest
 
 
 def bits_of(values: torch.Tensor) -> torch.Tensor:
@@ -63,6 +86,11 @@ def bits_of(values: torch.Tensor) -> torch.Tensor:
 def as_bits(values: torch.Tensor) -> torch.Tensor:
     """The elements' bits as signed integers of the same width, sharing memory."""
     return values.view(_BITS[values.element_size()])
+
+
+def from_bits(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The inverse of `bits_of`."""
+    return bits.to(_BITS[dtype.itemsize]).view(dtype)
 
 
 def samples(weights: EngineWeights, routes: Iterable[Route]) -> list[Sample]:
@@ -102,16 +130,18 @@ def route_sum(route: Route, flat: torch.Tensor) -> int:
 
 
 class _SampledSum:
-    """One gather per parameter, then one weighted sum."""
+    """One gather, then one weighted sum."""
 
     def __init__(self, weights: EngineWeights, routes: Iterable[Route]) -> None:
         by_parameter: dict[str, list[Sample]] = defaultdict(list)
         for sample in samples(weights, routes):
             by_parameter[sample.route.parameter].append(sample)
-        self._gathers = [
-            (weights.flat(name), _to_device(np.concatenate([sample.targets for sample in found]), weights.device))
-            for name, found in by_parameter.items()
-        ]
+        self._gather = gather(
+            [
+                (weights.flat(name), np.concatenate([sample.targets for sample in found]))
+                for name, found in by_parameter.items()
+            ]
+        )
         factors = [
             element_weights(sample.route.tensor, sample.positions)
             for found in by_parameter.values()
@@ -120,10 +150,7 @@ class _SampledSum:
         self._factors = _to_device(np.concatenate(factors or [np.empty(0, dtype=np.int64)]), weights.device)
 
     def read(self) -> int:
-        if not self._gathers:
-            return 0
-        bits = torch.cat([bits_of(flat[indices]) for flat, indices in self._gathers])
-        return int((bits * self._factors).sum()) & MASK
+        return int((self._gather.bits() * self._factors).sum()) & MASK
 
 
 def _groups(weights: EngineWeights, routes: Iterable[Route]) -> Mapping[str, list[Route]]:

@@ -173,6 +173,8 @@ class RefitWorkerExtension:
         state = self.refitd_state()
         state.wrote = False
         clock, weights, source = Clock(), state.weights, state.inplace(source_id)
+        source.wait_until_written()
+        clock.lap("wait")
         compiled = commit.validate(weights, source, only)
         if check_finite:
             commit.require_finite(weights, source, compiled)
@@ -220,6 +222,7 @@ class RefitWorkerExtension:
         refit = state.refit_under_way()
         layout = tuple(msgspec.convert(pieces, list[BucketPiece]))
         refit.accept(layout)
+        refit.wait_until_written(bucket)
         state.before_write()
         return {"bytes": refit.copy(bucket, layout)}
 
@@ -333,7 +336,12 @@ def _keep_status(keeper: Keeper) -> Answer:
 
 
 def _device_uuid(device: torch.device) -> str | None:
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    # CuPy is only there where the engine runs on a GPU.
+    from refitd.worker.cuda_memory import device_uuid
+
+    return device_uuid(device)
 
 
 def _listed(loader_tensors: Mapping[str, str]) -> list[dict[str, str]]:

@@ -13,11 +13,18 @@ import numpy as np
 import torch
 
 from refit_protocol.errors import ErrorCode, ProtocolError
-from refit_protocol.tensors import MemfdSegment, Segment
+from refit_protocol.tensors import CudaIpcSegment, MemfdSegment, Segment
 
 _F_GET_SEALS = 1034
 _F_SEAL_SHRINK = 0x0002
 _STAT_BLOCK_BYTES = 512
+
+
+class Written(Protocol):
+    """The end of what the trainer had enqueued; often one for many segments."""
+
+    def wait(self) -> None:
+        """Raises `memory_unavailable` if it will not come."""
 
 
 class Mapping(Protocol):
@@ -25,6 +32,10 @@ class Mapping(Protocol):
 
     @property
     def data(self) -> torch.Tensor: ...
+
+    @property
+    def written(self) -> Written | None:
+        """What to wait for before reading; None where the trainer's writes are seen at once."""
 
     def close(self) -> None:
         """Unmaps, as soon as every tensor made from `data` is gone too."""
@@ -35,6 +46,11 @@ def open_segment(segment: Segment, device: torch.device) -> Mapping:
     engine's device."""
     if isinstance(segment, MemfdSegment):
         return MemfdMapping(segment)
+    if isinstance(segment, CudaIpcSegment) and device.type == "cuda":
+        # CuPy is only there where the engine runs on a GPU.
+        from refitd.worker.cuda_memory import CudaIpcMapping
+
+        return CudaIpcMapping(segment, device)
     raise ProtocolError(
         ErrorCode.UNSUPPORTED,
         f"this engine runs on {device.type} and cannot read a segment of kind {type(segment).__name__}",
@@ -59,6 +75,10 @@ class MemfdMapping:
     def data(self) -> torch.Tensor:
         assert self._data is not None, "the mapping is closed"
         return self._data
+
+    @property
+    def written(self) -> None:
+        return None
 
     def close(self) -> None:
         # The mapping goes with its last tensor: to unmap it under one that was forgotten would crash the engine.

@@ -11,11 +11,12 @@ from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.tensors import DType, Segment, SourceTensor
 from refitd.worker.attest import NamedCopy, SampledComparison
 from refitd.worker.boxes import Transfer, follow_strides, split_like
-from refitd.worker.copies import Copy, CopyProgram
+from refitd.worker.copies import Copy
 from refitd.worker.digest import samples
 from refitd.worker.memory import Mapping as MemoryMapping
 from refitd.worker.memory import open_segment
 from refitd.worker.plan import Plan, Route
+from refitd.worker.programs import Program, copy_program
 from refitd.worker.weights import EngineWeights, torch_dtype
 
 MAX_SELECTIONS = 32
@@ -44,6 +45,14 @@ class Segments:
             self._typed[key] = data[: data.shape[0] // item_bytes * item_bytes].view(torch_dtype(dtype))
         return self._typed[key]
 
+    def wait_until_written(self, segment: int | None = None) -> None:
+        """Until the trainer's writes so far, to one segment or all, can be read; raises `memory_unavailable` if they
+        never end."""
+        awaited = self._mappings if segment is None else [self._mappings[segment]]
+        for written in {id(mapping.written): mapping.written for mapping in awaited}.values():
+            if written is not None:
+                written.wait()
+
     def close(self) -> None:
         self._typed.clear()
         for mapping in self._mappings:
@@ -58,7 +67,7 @@ class CompiledSource:
     plan: Plan
     names: frozenset[str]
     copies: tuple[NamedCopy, ...]
-    program: CopyProgram
+    program: Program
     comparison: SampledComparison
     loader_tensors: Mapping[str, str]
     size_bytes: int
@@ -104,6 +113,9 @@ class InplaceSource:
         tensor = self.tensors[name]
         return tensor.offset_bytes // torch_dtype(tensor.dtype).itemsize
 
+    def wait_until_written(self) -> None:
+        self._segments.wait_until_written()
+
     def close(self) -> None:
         self._compiled.clear()
         self._segments.close()
@@ -131,7 +143,7 @@ class InplaceSource:
         plan.check_whole_modules(loader_tensors, names)
         routes = [route for name in names if name not in loader_tensors for route in plan.routes.get(name, ())]
         copies = tuple(self._named_copy(weights, route) for route in routes)
-        program = CopyProgram([named.copy for named in copies])
+        program = copy_program([named.copy for named in copies])
         by_route = dict(zip(routes, copies, strict=True))
         return CompiledSource(
             plan=plan,

@@ -1,0 +1,129 @@
+"""Digests and comparisons of whole parameters on a GPU, at the speed of its memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from refit_protocol.digest import LANES, MASK, lane_weights, name_salt
+from refitd.worker.copies import Copy
+from refitd.worker.cuda_kernels import THREADS, launch, multiprocessors
+from refitd.worker.plan import Route
+from refitd.worker.runs import runs_of
+
+PIECE_ELEMENTS = 16 * LANES
+BLOCKS_PER_MULTIPROCESSOR = 3
+_ROW = np.dtype(
+    [("address", "u8"), ("other", "u8"), ("first", "u8"), ("salt", "u8"), ("elements", "u4"), ("group", "u4")]
+)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Consecutive elements at `address`; `other` is where the same bytes must be found, or 0."""
+
+    address: int
+    first: int
+    elements: int
+    other: int = 0
+
+
+class DeviceDigest:
+    """The full digest of groups of routes. Tables are made once; `read` costs one pass over the bytes."""
+
+    def __init__(self, groups: Mapping[str, Sequence[tuple[Route, torch.Tensor]]], device: torch.device) -> None:
+        """Each route comes with the flat parameter it goes to."""
+        self._keys = list(groups)
+        self._device = device
+        self._lanes = torch.from_numpy(lane_weights().copy()).to(device)
+        self._sums = torch.zeros(len(groups), dtype=torch.int64, device=device)
+        rows: dict[int, list[NDArray[np.void]]] = defaultdict(list)
+        for number, routes in enumerate(groups.values()):
+            for route, flat in routes:
+                rows[flat.element_size()] += [
+                    _rows(run, flat.element_size(), int(name_salt(route.tensor)), number) for run in _route_runs(route, flat)
+                ]
+        self._tables = [_Table(width, np.concatenate(found), device) for width, found in rows.items()]
+
+    def read(self) -> dict[str, int]:
+        """By group, modulo 2^64."""
+        with torch.cuda.device(self._device):
+            self._sums.zero_()
+            for table in self._tables:
+                table.run(self._lanes, self._sums)
+        return {key: value & MASK for key, value in zip(self._keys, self._sums.tolist(), strict=True)}
+
+
+def unequal(copies: Sequence[tuple[str, Copy]], device: torch.device) -> list[str]:
+    """The names of copies whose two sides, of one dtype, hold different bytes; one pass over both."""
+    rows: dict[int, list[NDArray[np.void]]] = defaultdict(list)
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, copy in copies:
+        width = copy.target.element_size()
+        found = [_rows(run, width, 0, 0) for run in _copy_runs(copy)]
+        rows[width] += found
+        names[width] += [name] * sum(len(table) for table in found)
+    lanes = torch.from_numpy(lane_weights().copy()).to(device)
+    sums = torch.zeros(1, dtype=torch.int64, device=device)
+    different: set[str] = set()
+    with torch.cuda.device(device):
+        for width, tables in rows.items():
+            table = _Table(width, np.concatenate(tables), device)
+            table.run(lanes, sums)
+            different.update(np.array(names[width])[table.different()].tolist())
+    return sorted(different)
+
+
+class _Table:
+    """Rows for the kernel, all with elements of one width."""
+
+    def __init__(self, width: int, rows: NDArray[np.void], device: torch.device) -> None:
+        self._kernel = f"digest_{width}"
+        self._count = len(rows)
+        self._rows = torch.from_numpy(rows.view(np.uint8)).to(device)
+        self._different = torch.zeros(self._count, dtype=torch.uint8, device=device)
+        self._blocks = min(multiprocessors(device) * BLOCKS_PER_MULTIPROCESSOR, self._count)
+
+    def run(self, lanes: torch.Tensor, sums: torch.Tensor) -> None:
+        launch(self._kernel, self._blocks, THREADS, self._rows, self._count, lanes, sums, self._different)
+
+    def different(self) -> NDArray[np.bool_]:
+        """Of each row, whether the bytes at `other` were not the same."""
+        found: NDArray[np.bool_] = self._different.cpu().numpy().astype(np.bool_)
+        return found
+
+
+def _route_runs(route: Route, flat: torch.Tensor) -> list[_Run]:
+    runs, width = runs_of(route.transfer), flat.element_size()
+    return [
+        _Run(flat.data_ptr() + target * width, first, runs.length)
+        for first, target in zip(runs.sources.tolist(), runs.targets.tolist(), strict=True)
+    ]
+
+
+def _copy_runs(copy: Copy) -> list[_Run]:
+    runs, width = runs_of(copy.transfer), copy.target.element_size()
+    return [
+        _Run(copy.target.data_ptr() + target * width, 0, runs.length, copy.source.data_ptr() + source * width)
+        for source, target in zip(runs.sources.tolist(), runs.targets.tolist(), strict=True)
+    ]
+
+
+def _rows(run: _Run, width: int, salt: int, group: int) -> NDArray[np.void]:
+    """The run cut at multiples of PIECE_ELEMENTS of the index, so that all pieces but the first start on lane 0."""
+    end = run.first + run.elements
+    cuts = np.arange(run.first // PIECE_ELEMENTS + 1, -(-end // PIECE_ELEMENTS), dtype=np.int64) * PIECE_ELEMENTS
+    firsts = np.concatenate([[run.first], cuts])
+    rows = np.zeros(len(firsts), dtype=_ROW)
+    rows["address"] = run.address + (firsts - run.first) * width
+    rows["other"] = run.other + (firsts - run.first) * width if run.other else 0
+    rows["first"] = firsts
+    rows["salt"] = salt
+    rows["elements"] = np.diff(np.append(firsts, end))
+    rows["group"] = group
+    return rows

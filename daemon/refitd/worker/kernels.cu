@@ -1,0 +1,181 @@
+// Device code of a refit: copies, comparisons, gathers and digests over tables of pointers, each one launch.
+// Compiled at run time without headers, so it names its own integer types.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+struct Chunk {
+    u64 source;
+    u64 target;
+    u64 vectors;  // of 16 bytes
+};
+
+struct Run {
+    u64 address;  // of the first element
+    u64 other;    // where the same bytes must be found too, or 0
+    u64 first;    // row-major index of the first element in its checkpoint tensor
+    u64 salt;     // of the tensor's name
+    u32 elements;
+    u32 group;
+};
+
+static const int LANES = 4096;
+static const u64 GOLDEN = 0x9E3779B97F4A7C15ull;
+
+// Weights are read once and written once: nothing of them is worth a place in the caches.
+__device__ __forceinline__ uint4 load_once(const uint4* from) {
+    uint4 value;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(from));
+    return value;
+}
+
+__device__ __forceinline__ void store_once(uint4* to, uint4 value) {
+    asm volatile("st.global.cs.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(value.x), "r"(value.y), "r"(value.z),
+                 "r"(value.w)
+                 : "memory");
+}
+
+// One block a chunk; every thread has COPY_UNROLL loads under way before its first store.
+#define COPY_UNROLL 8
+extern "C" __global__ __launch_bounds__(512) void copy_chunks(const Chunk* chunks) {
+    const Chunk chunk = chunks[blockIdx.x];
+    const uint4* source = (const uint4*)chunk.source;
+    uint4* target = (uint4*)chunk.target;
+    const u32 count = (u32)chunk.vectors;
+    u32 at = threadIdx.x;
+    for (; at + (COPY_UNROLL - 1) * blockDim.x < count; at += COPY_UNROLL * blockDim.x) {
+        uint4 held[COPY_UNROLL];
+#pragma unroll
+        for (int i = 0; i < COPY_UNROLL; i++) held[i] = load_once(source + at + i * blockDim.x);
+#pragma unroll
+        for (int i = 0; i < COPY_UNROLL; i++) store_once(target + at + i * blockDim.x, held[i]);
+    }
+    for (; at < count; at += blockDim.x) store_once(target + at, load_once(source + at));
+}
+
+// The bits of elements of `widths` bytes anywhere in memory, as signed integers.
+extern "C" __global__ void gather_bits(const u64* addresses, const unsigned char* widths, i64* bits, u32 count) {
+    const u32 at = blockIdx.x * blockDim.x + threadIdx.x;
+    if (at >= count) return;
+    const u64 address = addresses[at];
+    switch (widths[at]) {
+        case 1: bits[at] = *(const signed char*)address; break;
+        case 2: bits[at] = *(const short*)address; break;
+        case 4: bits[at] = *(const int*)address; break;
+        default: bits[at] = *(const i64*)address;
+    }
+}
+
+__device__ __forceinline__ u64 block_weight(u64 block, u64 salt) {
+    u64 value = block + salt + GOLDEN;
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9ull;
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EBull;
+    return (value ^ (value >> 31)) | 1;
+}
+
+template <typename Bits>
+union Vector {
+    uint4 raw;
+    Bits bits[16 / sizeof(Bits)];
+};
+
+// 256 threads take a block of LANES elements at a time, 16 elements each, so that a thread always meets the same lanes
+// and keeps their weights in registers.
+template <typename Bits>
+struct Lanes {
+    static const int PER_VECTOR = 16 / sizeof(Bits);
+    static const int VECTORS = 16 / PER_VECTOR;
+    u64 weights[16];
+
+    __device__ __forceinline__ explicit Lanes(const u64* lane_weights) {
+#pragma unroll
+        for (int v = 0; v < VECTORS; v++)
+#pragma unroll
+            for (int i = 0; i < PER_VECTOR; i++)
+                weights[v * PER_VECTOR + i] = lane_weights[(v * 256 + threadIdx.x) * PER_VECTOR + i];
+    }
+};
+
+template <typename Bits>
+__device__ __forceinline__ u64 sum_aligned(const Run& run, u32 blocks, const Lanes<Bits>& lanes, bool& differs) {
+    typedef Lanes<Bits> L;
+    const uint4* data = (const uint4*)run.address + threadIdx.x;
+    const uint4* other = (const uint4*)run.other + threadIdx.x;
+    const u32 vectors_per_block = LANES / L::PER_VECTOR;
+    u64 sum = 0;
+#pragma unroll 2
+    for (u32 block = 0; block < blocks; block++) {
+        Vector<Bits> held[L::VECTORS];
+#pragma unroll
+        for (int v = 0; v < L::VECTORS; v++) held[v].raw = load_once(data + block * vectors_per_block + v * 256);
+        if (run.other) {
+#pragma unroll
+            for (int v = 0; v < L::VECTORS; v++) {
+                const uint4 same = load_once(other + block * vectors_per_block + v * 256);
+                differs |= same.x != held[v].raw.x || same.y != held[v].raw.y || same.z != held[v].raw.z ||
+                           same.w != held[v].raw.w;
+            }
+        }
+        u64 part = 0;
+#pragma unroll
+        for (int v = 0; v < L::VECTORS; v++)
+#pragma unroll
+            for (int i = 0; i < L::PER_VECTOR; i++)
+                part += (u64)(i64)held[v].bits[i] * lanes.weights[v * L::PER_VECTOR + i];
+        sum += part * block_weight(run.first / LANES + block, run.salt);
+    }
+    return sum;
+}
+
+template <typename Bits>
+__device__ __forceinline__ u64 sum_plain(const Run& run, u32 begin, const u64* lane_weights, bool& differs) {
+    const Bits* data = (const Bits*)run.address;
+    const Bits* other = (const Bits*)run.other;
+    u64 sum = 0;
+    for (u32 at = begin + threadIdx.x; at < run.elements; at += 256) {
+        const u64 index = run.first + at;
+        const Bits bits = data[at];
+        if (other && other[at] != bits) differs = true;
+        sum += (u64)(i64)bits * lane_weights[index % LANES] * block_weight(index / LANES, run.salt);
+    }
+    return sum;
+}
+
+__device__ __forceinline__ u64 warp_sum(u64 value) {
+#pragma unroll
+    for (int step = 16; step; step >>= 1) value += __shfl_xor_sync(0xffffffffu, value, step);
+    return value;
+}
+
+// Adds the digest of every run to the sum of its group; `different[run]` becomes 1 where `other` holds other bytes.
+template <typename Bits>
+__device__ __forceinline__ void digest(const Run* runs, u32 count, const u64* lane_weights, u64* sums,
+                                       unsigned char* different) {
+    const Lanes<Bits> lanes(lane_weights);
+    for (u32 number = blockIdx.x; number < count; number += gridDim.x) {
+        const Run run = runs[number];
+        const bool aligned = run.first % LANES == 0 && (run.address | run.other) % 16 == 0;
+        const u32 blocks = aligned ? run.elements / LANES : 0;
+        bool differs = false;
+        u64 sum = sum_aligned<Bits>(run, blocks, lanes, differs);
+        sum += sum_plain<Bits>(run, blocks * LANES, lane_weights, differs);
+        sum = warp_sum(sum);
+        if (threadIdx.x % 32 == 0) atomicAdd(sums + run.group, sum);
+        if (differs) different[number] = 1;
+    }
+}
+extern "C" __global__ __launch_bounds__(256) void digest_1(const Run* r, u32 n, const u64* w, u64* s, unsigned char* d) {
+    digest<signed char>(r, n, w, s, d);
+}
+extern "C" __global__ __launch_bounds__(256) void digest_2(const Run* r, u32 n, const u64* w, u64* s, unsigned char* d) {
+    digest<short>(r, n, w, s, d);
+}
+extern "C" __global__ __launch_bounds__(256) void digest_4(const Run* r, u32 n, const u64* w, u64* s, unsigned char* d) {
+    digest<int>(r, n, w, s, d);
+}
+extern "C" __global__ __launch_bounds__(256) void digest_8(const Run* r, u32 n, const u64* w, u64* s, unsigned char* d) {
+    digest<i64>(r, n, w, s, d);
+}

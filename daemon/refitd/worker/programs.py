@@ -1,0 +1,27 @@
+"""Chooses what runs a set of copies: threads on the CPU, one kernel on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from refitd.worker.copies import Copy, CopyProgram, merge_neighbours
+
+
+class Program(Protocol):
+    """Holds views of both sides, so it must be dropped before a mapping it reads can be closed."""
+
+    size_bytes: int
+
+    def run(self) -> None:
+        """Returns when every byte has arrived."""
+
+
+def copy_program(copies: Sequence[Copy]) -> Program:
+    """Compiled once for a layout, run at every commit."""
+    if copies and copies[0].target.is_cuda:
+        # CuPy is only there where the engine runs on a GPU.
+        from refitd.worker.cuda_copies import DeviceCopies
+
+        return DeviceCopies(merge_neighbours(copies))
+    return CopyProgram(copies)

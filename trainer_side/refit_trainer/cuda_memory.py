@@ -1,0 +1,194 @@
+"""Trainer memory on NVIDIA GPUs: parameters where PyTorch allocated them, exported by CUDA IPC handle."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.utils.dlpack
+
+from refit_protocol.tensors import CudaIpcSegment, Segment
+from refit_trainer.backends import register_backend
+from refit_trainer.errors import NotShareable
+from refit_trainer.relocation import Relocation
+
+logger = logging.getLogger(__name__)
+
+@dataclass(frozen=True)
+class Allocation:
+    """The allocation around some tensors; `handle` exports all of it, None if CUDA IPC cannot."""
+
+    address: int
+    size_bytes: int
+    handle: bytes | None
+
+
+class WriteEvent:
+    """Recorded after the trainer's writes, awaited by the daemon's workers before they read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._event = torch.cuda.Event(interprocess=True)
+            self._event.record()
+            self.handle: bytes = self._event.ipc_handle()
+
+    def record(self) -> None:
+        self._event.record(torch.cuda.current_stream(self._device))
+
+
+@dataclass(frozen=True)
+class _Exported:
+    allocation: Allocation
+    segment: CudaIpcSegment
+    event: WriteEvent
+
+
+class CudaMemory:
+    """Whole allocations as segments; the tensors in them own the memory. `owned` are flat tensors that we allocated."""
+
+    def __init__(self, exported: Sequence[_Exported], owned: Sequence[torch.Tensor] = ()) -> None:
+        self._exported = exported
+        self._owned = owned
+
+    @property
+    def segments(self) -> list[Segment]:
+        return [exported.segment for exported in self._exported]
+
+    @property
+    def views(self) -> Sequence[torch.Tensor]:
+        return self._owned
+
+    def locate(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        for index, exported in enumerate(self._exported):
+            offset_bytes = tensor.data_ptr() - exported.allocation.address
+            if 0 <= offset_bytes < exported.allocation.size_bytes:
+                return index, offset_bytes
+        return None
+
+    def synchronise(self, segment: int | None = None) -> None:
+        """Marks what is enqueued on the calling thread's current streams as to be finished before a daemon reads."""
+        chosen = self._exported if segment is None else [self._exported[segment]]
+        for event in {id(exported.event): exported.event for exported in chosen}.values():
+            event.record()
+
+    def close(self) -> None:
+        self._exported = ()
+        self._owned = ()
+
+
+class CudaBackend:
+    def share(self, tensors: Sequence[torch.Tensor]) -> CudaMemory:
+        """Exports the memory as it is. What cannot be exported from where it lies (expandable segments, CUDA's own
+        memory pools, managed memory) is moved into plain cudaMalloc memory first, once."""
+        events = {device: WriteEvent(device) for device in {tensor.device for tensor in tensors}}
+        owned = [_moved(group, device) for device, group in _not_exportable(tensors).items()]
+        found = {allocation_of(tensor): tensor.device for tensor in tensors if tensor.numel()}
+        exported = [_exported(allocation, device, events[device]) for allocation, device in found.items()]
+        return CudaMemory(exported, owned)
+
+    def buckets(self, count: int, size_bytes: int, device: torch.device) -> CudaMemory:
+        """Plain cudaMalloc memory, so that the trainer may run with expandable segments. Each has its own event."""
+        device = _indexed(device)
+        owned = [plain_memory(size_bytes, device) for _ in range(count)]
+        return CudaMemory([_exported(allocation_of(view), device, WriteEvent(device)) for view in owned], owned)
+
+
+def allocation_of(tensor: torch.Tensor) -> Allocation:
+    """The allocation that holds the first element of the tensor; asks the driver."""
+    base, size_bytes = ctypes.c_uint64(), ctypes.c_size_t()
+    with torch.cuda.device(tensor.device):
+        result = _driver().cuMemGetAddressRange_v2(
+            ctypes.byref(base), ctypes.byref(size_bytes), ctypes.c_uint64(tensor.data_ptr())
+        )
+        if result != 0:
+            raise NotShareable(f"CUDA does not know the memory at {tensor.data_ptr():#x} (error {result})")
+        return Allocation(base.value, size_bytes.value, _handle(base.value))
+
+
+def _handle(address: int) -> bytes | None:
+    """None for memory that is no cudaMalloc allocation: CUDA claims such memory to be exportable, but then refuses."""
+    runtime = _cupy().cuda.runtime
+    try:
+        return bytes(runtime.ipcGetMemHandle(address))
+    except runtime.CUDARuntimeError:
+        return None
+
+
+def plain_memory(size_bytes: int, device: torch.device) -> torch.Tensor:
+    """Flat uint8 memory from cudaMalloc, freed with the tensor; raises `NotShareable` where there is not enough."""
+    cupy = _cupy()
+    with torch.cuda.device(device), cupy.cuda.Device(device.index):
+        try:
+            memory = cupy.cuda.Memory(size_bytes)
+        except (cupy.cuda.memory.OutOfMemoryError, cupy.cuda.runtime.CUDARuntimeError) as error:
+            raise NotShareable(f"{size_bytes} bytes of device memory are not free for an export: {error}") from error
+        flat = cupy.ndarray((size_bytes,), dtype=cupy.uint8, memptr=cupy.cuda.MemoryPointer(memory, 0))
+        tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(flat)
+    return tensor
+
+
+def device_uuid(device: torch.device) -> str:
+    """As the driver's own tools write it: `GPU-...`."""
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+
+
+def _not_exportable(tensors: Sequence[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
+    found: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.numel() and allocation_of(tensor).handle is None:
+            found[tensor.device].append(tensor)
+    return found
+
+
+def _moved(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    relocation = Relocation.of(tensors)
+    memory = plain_memory(relocation.size_bytes, device)
+    relocation.into(memory)
+    logger.info("moved %d bytes of parameters out of memory that CUDA IPC cannot export", relocation.size_bytes)
+    return memory
+
+
+def _exported(allocation: Allocation, device: torch.device, event: WriteEvent) -> _Exported:
+    if allocation.handle is None:
+        raise NotShareable(
+            f"device memory at {allocation.address:#x} cannot be exported: allocate it without expandable_segments and "
+            "cudaMallocAsync (PYTORCH_CUDA_ALLOC_CONF), and not as managed memory"
+        )
+    segment = CudaIpcSegment(
+        pid=os.getpid(),
+        device_uuid=device_uuid(device),
+        handle=allocation.handle,
+        size_bytes=allocation.size_bytes,
+        event_handle=event.handle,
+    )
+    return _Exported(allocation, segment, event)
+
+
+def _indexed(device: torch.device) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+
+
+def _cupy() -> Any:
+    """Raises `NotShareable` where CuPy is not installed."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise NotShareable("exporting CUDA memory needs CuPy: pip install cupy-cuda12x or cupy-cuda13x") from error
+    return cupy
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+register_backend("cuda", CudaBackend())
