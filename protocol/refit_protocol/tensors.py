@@ -172,6 +172,8 @@ def check_unique(names: list[str]) -> None:
 
 
 def check_segments(segments: list[Segment]) -> None:
+    """Raises `invalid_descriptor` for segments that cannot exist, and for one named twice."""
+    _check_handles_once(segments)
     for index, segment in enumerate(segments):
         if not 0 < segment.size_bytes < MAX_BYTES:
             raise _invalid(f"segment {index}: size {segment.size_bytes} bytes is not possible")
@@ -228,6 +230,15 @@ def _check_no_overlap(pieces: list[BucketPiece], announced: dict[str, TensorShap
     for (_, end, name), (begin, _, other) in pairwise(spans):
         if begin < end:
             raise _invalid(f"{name} and {other} overlap in the bucket")
+
+
+def _check_handles_once(segments: list[Segment]) -> None:
+    first: dict[bytes, int] = {}
+    for index, segment in enumerate(segments):
+        if isinstance(segment, CudaIpcSegment) and first.setdefault(segment.handle, index) != index:
+            raise _invalid(
+                f"segment {index} has the handle of segment {first[segment.handle]}: one allocation, one segment"
+            )
 
 
 def _check_cuda_handles(index: int, segment: CudaIpcSegment) -> None:

@@ -58,7 +58,9 @@ def peer(main: Callable[..., None], *arguments: Any, environment: dict[str, str]
         started.stop()
 
 
-def _run(main: Callable[..., None], connection: Connection, environment: dict[str, str], arguments: tuple[Any, ...]) -> None:
+def _run(
+    main: Callable[..., None], connection: Connection, environment: dict[str, str], arguments: tuple[Any, ...]
+) -> None:
     os.environ.update(environment)
     try:
         main(connection, *arguments)

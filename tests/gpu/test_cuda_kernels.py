@@ -44,7 +44,9 @@ def test_copies_move_exactly_their_elements(dtype: torch.dtype, seed: int, devic
     for _ in range(12):
         elements = choose.choice([1, 7, 64, 4096, 100_003, 262_144])
         shift = choose.choice([0, 0, 1, 3])
-        transfers.append(Transfer(run_box(choose.randrange(1000) * 16 + shift, elements), run_box(at + shift, elements)))
+        transfers.append(
+            Transfer(run_box(choose.randrange(1000) * 16 + shift, elements), run_box(at + shift, elements))
+        )
         at += -(-(elements + shift) // 64) * 64
     transfers.append(Transfer(rows_box(64, 30, 2048, 4096), rows_box(at, 30, 2048, 2048 + 64)))
     transfers.append(Transfer(rows_box(64, 30, 33, 4096), rows_box(at + 200_000, 30, 33, 40)))

@@ -222,6 +222,7 @@ class AsyncDaemon:
 
         if isinstance(weights, torch.nn.Module):
             if (shared := shared_module(weights)) is not None:
+                shared.memory.synchronise()
                 report: RefitReport = yield refit_in_place(self.connection, self._role, shared, options)
                 return report
             weights = checkpoint_tensors(weights)

@@ -21,8 +21,9 @@ class ExportedMemory(Protocol):
     def locate(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """The number of the segment that holds the tensor and its offset there in bytes; None if none does."""
 
-    def synchronise(self) -> None:
-        """Called before a daemon is told to read: whatever was enqueued to write this memory must be seen by it."""
+    def synchronise(self, segment: int | None = None) -> None:
+        """Called before a daemon is told to read one segment, or all: what the calling thread has enqueued to write it
+        must be seen by the daemon."""
 
     def close(self) -> None:
         """Gives the memory up; tensors in it stay valid until they are gone themselves."""
@@ -48,7 +49,13 @@ def _memfd() -> Backend:
     return MemfdBackend()
 
 
-_BACKENDS: dict[str, Callable[[], Backend]] = {"cpu": _memfd}
+def _cuda_ipc() -> Backend:
+    from refit_trainer.cuda_memory import CudaBackend
+
+    return CudaBackend()
+
+
+_BACKENDS: dict[str, Callable[[], Backend]] = {"cpu": _memfd, "cuda": _cuda_ipc}
 
 
 def register_backend(device_type: str, backend: Callable[[], Backend]) -> None:

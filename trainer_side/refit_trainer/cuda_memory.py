@@ -15,11 +15,11 @@ import torch
 import torch.utils.dlpack
 
 from refit_protocol.tensors import CudaIpcSegment, Segment
-from refit_trainer.backends import register_backend
 from refit_trainer.errors import NotShareable
 from refit_trainer.relocation import Relocation
 
 logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Allocation:
@@ -189,6 +189,3 @@ def _cupy() -> Any:
 @cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
-
-
-register_backend("cuda", CudaBackend())

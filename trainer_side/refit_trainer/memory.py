@@ -61,7 +61,7 @@ class MemfdMemory:
                 return index, offset_bytes
         return None
 
-    def synchronise(self) -> None:
+    def synchronise(self, segment: int | None = None) -> None:
         """The CPU writes in program order; there is nothing to wait for."""
 
     def close(self) -> None:

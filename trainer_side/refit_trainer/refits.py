@@ -50,11 +50,13 @@ def split_options(options: RefitOptions) -> tuple[list[str] | None, CommitOption
 async def refit_in_place(
     connection: Connection, role: WriterRole, shared: SharedModule, given: RefitOptions
 ) -> RefitReport:
-    """One message, once the source is open; the module's memory may be written again when this returns."""
+    """One message, once the source is open; the module's memory may be written again when this returns.
+
+    `shared.memory` has been synchronised by the caller, on whose thread the writes were enqueued.
+    """
     only, options, timeout_seconds = split_options(given)
     async with role.writing(timeout_seconds) as epoch:
         source = await role.source_of(shared.memory, "inplace", shared.tensors, timeout_seconds=timeout_seconds)
-        shared.memory.synchronise()
         command = CommitRefit(epoch=epoch, source=source, only=only, **options)
         return (await connection.request(command, RefitCommitted, timeout_seconds=timeout_seconds)).report
 

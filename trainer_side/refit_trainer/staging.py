@@ -98,7 +98,7 @@ class Staging:
             BeginRefit(epoch=refit.epoch, source=source, tensors=[*layout.values()], partial=partial, **options)
         )
         while filled is not None:
-            buckets.synchronise()
+            buckets.synchronise(filled.bucket)
             yield refit.apply(filled)
             filled = next(packed, None)
         report: RefitReport = yield refit.finish()

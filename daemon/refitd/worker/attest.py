@@ -94,10 +94,12 @@ def check_every_element(copies: Iterable[NamedCopy]) -> None:
 
 
 def different_tensors(copies: Iterable[NamedCopy]) -> list[str]:
-    every = list(copies)
-    on_device = [named for named in every if named.copy.target.is_cuda and named.copy.source.dtype == named.copy.target.dtype]
+    on_device: list[NamedCopy] = []
+    others: list[NamedCopy] = []
+    for named in copies:
+        plain = named.copy.source.dtype == named.copy.target.dtype
+        (on_device if plain and named.copy.target.is_cuda else others).append(named)
     different = _unequal_on_device(on_device) if on_device else []
-    others = every if not on_device else [named for named in every if named not in on_device]
     return sorted({*different, *(named.tensor for named in others if not arrived(named.copy))})
 
 

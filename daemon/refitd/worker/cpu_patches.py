@@ -36,6 +36,8 @@ def apply_cpu_patches() -> None:
 
 def repack_experts(model: torch.nn.Module) -> None:
     """Makes the packed shadows follow the plain expert weights; must run after every write to them."""
+    if not current_platform.is_cpu():
+        return
     for layer, experts in _patched_experts(model):
         _pack_beside(experts, layer)
 

@@ -45,9 +45,8 @@ class DeviceDigest:
         rows: dict[int, list[NDArray[np.void]]] = defaultdict(list)
         for number, routes in enumerate(groups.values()):
             for route, flat in routes:
-                rows[flat.element_size()] += [
-                    _rows(run, flat.element_size(), int(name_salt(route.tensor)), number) for run in _route_runs(route, flat)
-                ]
+                width, salt = flat.element_size(), int(name_salt(route.tensor))
+                rows[width] += [_rows(run, width, salt, number) for run in _route_runs(route, flat)]
         self._tables = [_Table(width, np.concatenate(found), device) for width, found in rows.items()]
 
     def read(self) -> dict[str, int]:

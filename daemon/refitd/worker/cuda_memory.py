@@ -1,4 +1,4 @@
-"""Opens device memory of a trainer by its CUDA IPC handle; one mapping per allocation and process, shared by sources."""
+"""Opens device memory of a trainer by its CUDA IPC handle: once per allocation, however many sources use it."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _check_owner(segment: CudaIpcSegment, device: torch.device) -> None:
     if segment.device_uuid != own:
         raise ProtocolError(
             ErrorCode.WRONG_DEVICE,
-            f"the memory lies on {segment.device_uuid}, but this worker runs on {own}: put trainer and engine on one device",
+            f"the memory lies on {segment.device_uuid}, this worker runs on {own}: trainer and engine need one device",
             given=segment.device_uuid,
             expected=own,
         )
