@@ -157,7 +157,7 @@ class BucketRefit:
             self._coverage[piece.name].add(piece.first, piece.count)
 
     def wait_until_written(self, bucket: int) -> None:
-        self._source.segments.wait_until_written(bucket)
+        self.source.segments.wait_until_written(bucket)
 
     def copy(self, bucket: int, pieces: tuple[BucketPiece, ...]) -> int:
         """Reads the whole bucket, which may be overwritten afterwards; returns the bytes that went into the engine."""
