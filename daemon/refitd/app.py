@@ -199,7 +199,6 @@ class App:
                 GetStatus: lifecycle.status,
                 GetManifest: lifecycle.manifest,
                 GetLoggerMetrics: lifecycle.logger_metrics,
-                AcquireWriter: refit.acquire_writer,
                 CancelGeneration: generation.cancel,
                 ResumeGeneration: generation.resume,
                 AcknowledgeGeneration: generation.acknowledge,
@@ -207,6 +206,7 @@ class App:
             lengthy={
                 Generate: generation.generate,
                 GetDigest: refit.digest,
+                AcquireWriter: refit.acquire_writer,
                 ReleaseWriter: refit.release_writer,
                 OpenSource: refit.open_source,
                 CloseSource: refit.close_source,

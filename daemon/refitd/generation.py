@@ -146,8 +146,11 @@ class Generation:
                 self._flush(session)
 
     async def abort_all(self, error: ErrorCode | None) -> None:
-        """Ends every running request as cancelled; its tokens so far are delivered."""
-        jobs = [job for jobs in self._jobs.values() for job in jobs.values() if not job.done.is_set()]
+        """Ends every running request as cancelled; its tokens so far are delivered.
+
+        Requests that still wait at the gate are not touched: it admits or refuses them itself.
+        """
+        jobs = list({output.job: None for output in self._outputs.values()})
         keys = [output.key for job in jobs for output in job.outputs if output.finish_reason is None]
         for job in jobs:
             self._cancel_job(job, error, withdraw=False)

@@ -75,13 +75,16 @@ class Refit:
 
     # --- the writer ---------------------------------------------------------------------------------------------------
 
-    def acquire_writer(self, call: Call) -> Answer:
+    async def acquire_writer(self, call: Call) -> AsyncIterator[Answer]:
+        """Comes back when the writer before has let go: its refit aborted, its memory unmapped."""
         assert isinstance(call.body, AcquireWriter)
         previous = self.writer.session
+        if previous is not None and previous.closed:
+            await self._finish_even_if_cancelled(self._let_go(previous, "its session ended"))
         epoch = self.writer.acquire(call.owner, takeover=call.body.takeover)
         if previous is not None and previous is not call.owner:
-            self._run(self._let_go(previous, "another session took over"))
-        return Answer(WriterAcquired(epoch=epoch))
+            await self._finish_even_if_cancelled(self._let_go(previous, "another session took over"))
+        yield Answer(WriterAcquired(epoch=epoch))
 
     async def release_writer(self, call: Call) -> AsyncIterator[Answer]:
         assert isinstance(call.body, ReleaseWriter)
@@ -182,6 +185,8 @@ class Refit:
             await self._end_bucket_refit(refit, error)
             raise
         refit.watch(self._run(self._abort_at_deadline(refit)))
+        if session.closed:
+            await self._abort(refit, "its session ended")
         return refit
 
     async def apply_bucket(self, call: Call) -> AsyncIterator[Answer]:

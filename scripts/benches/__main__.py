@@ -7,7 +7,6 @@ from importlib import import_module
 from pathlib import Path
 
 from rich.console import Console
-
 from scripts.benches.figures import Figure, show, write_json
 
 NAMES = ("refit", "wire", "generate", "gpu")

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import psutil
 import torch
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
-
-from refit_trainer import Daemon, share_parameters
 from scripts.benches.figures import Figure, at_most
 from tests.daemon_process import DaemonProcess, running_daemon
 from tests.worker.models import build_model, random_model
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from refit_trainer import Daemon, share_parameters
 
 ROUNDS = 15
 MANY_REFITS = 1000
