@@ -6,19 +6,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 EXTENSION = "refitd.worker.extension.RefitWorkerExtension"
 
 
+def engine_config(checkpoint: Path, **engine_args: Any) -> VllmConfig:
+    """The smallest engine for a test model, with the refit calls in its workers."""
+    defaults = {"dtype": "bfloat16", "max_model_len": 128, "enforce_eager": True, "skip_tokenizer_init": True}
+    args = EngineArgs(model=str(checkpoint), worker_extension_cls=EXTENSION, **{**defaults, **engine_args})
+    return args.create_engine_config()
+
+
 class LoadedWorker:
     """A CPU worker that has loaded a checkpoint, called as the daemon calls it."""
 
     def __init__(self, checkpoint: Path, **engine_args: Any) -> None:
-        defaults = {"dtype": "bfloat16", "max_model_len": 128, "enforce_eager": True, "skip_tokenizer_init": True}
-        args = EngineArgs(model=str(checkpoint), worker_extension_cls=EXTENSION, **{**defaults, **engine_args})
-        self._executor = UniProcExecutor(args.create_engine_config())
+        self._executor = UniProcExecutor(engine_config(checkpoint, **engine_args))
 
     def call(self, method: str, *args: Any) -> dict[str, Any]:
         """Of an answer that must not be an error."""
