@@ -362,7 +362,7 @@ class App:
         await self._finish_requests()
         if self.http is not None:
             await self.http.stop(grace_seconds=1.0)
-        await self.sessions.close_all("the daemon ends")
+        await self.sessions.close_all()
         if self.lifecycle.sampler is not None:
             await self.lifecycle.sampler.stop()
         for task in list(self._tasks):

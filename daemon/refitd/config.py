@@ -64,6 +64,7 @@ class ServerConfig(Section):
     socket_mode: int = Field(default=0o600, ge=0, le=0o770)
     socket_group: str | None = None
     lease_seconds: float = Field(default=30.0, gt=0)
+    min_lease_seconds: float = Field(default=0.2, gt=0)
     max_lease_seconds: float = Field(default=600.0, gt=0)
     max_sessions: int = Field(default=2000, gt=0)
     max_requests_per_session: int = Field(default=4096, gt=0)
@@ -73,6 +74,7 @@ class ServerConfig(Section):
     max_bucket_pieces: int = Field(default=1 << 16, gt=0)
     max_buffered_bytes: int = Field(default=256 << 20, gt=0)
     max_backlog_replies: int = Field(default=1 << 14, gt=0)
+    max_backlog_bytes: int = Field(default=256 << 20, gt=0)
 
 
 class RefitConfig(Section):

@@ -22,9 +22,7 @@ class EndpointLock:
     """Held from before the model loads until the daemon ends; the kernel frees it however that happens."""
 
     def __init__(self, path: Path, config: ServerConfig) -> None:
-        """Raises `EndpointError` where the directory is not private, another daemon holds it, or a file is in the
-        way.
-        """
+        """Raises `EndpointError`: the directory is not private, another daemon holds it, or a file is in the way."""
         self.path = path
         self._config = config
         _prepare_directory(path.parent, shared=config.socket_group is not None)

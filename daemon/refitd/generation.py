@@ -50,7 +50,7 @@ class Generation:
         self._withdrawals: set[asyncio.Task[None]] = set()
         self.generated_tokens = 0
         self.send: Send = lambda _identity, _request, _answer: None
-        self.can_send: Callable[[bytes], bool] = lambda _identity: True
+        self.can_send: Callable[[Session], bool] = lambda _session: True
         self.on_tokens: Callable[[int], None] = lambda _count: None
         self.on_finished: Callable[[Job], None] = lambda _job: None
         engine.on_step = self.take_step
@@ -101,7 +101,7 @@ class Generation:
         self._flush(call.owner)
         finished = job.done.is_set()
         if finished:
-            self.send(call.identity, job.request, self._finished(job))
+            self.send(call.owner.identity, job.request, self._finished(job))
         return Answer(GenerationResumed(request=job.request, finished=finished))
 
     def acknowledge(self, call: Call) -> Answer:
@@ -115,9 +115,7 @@ class Generation:
     # --- the engine's side --------------------------------------------------------------------------------------------
 
     def take_step(self, steps: Sequence[StepOutput]) -> None:
-        """One engine step: stamps, stores and sends. Called synchronously, so that no version change can slip
-        between.
-        """
+        """One engine step: stamps, stores, sends. Called synchronously, so that no version change can slip between."""
         version = self._gate.version
         withdrawn: list[str] = []
         tokens = 0
@@ -251,17 +249,18 @@ class Generation:
         return job.body.deadline_seconds or self._config.generation.deadline_seconds
 
     def _finished(self, job: Job) -> Answer:
+        """Carries what the client has not been sent: of a stream only where its connection was full."""
         if job.stream:
             self._flush(job.session)
-            return Answer(job.finished([]))
+        else:
+            self._jobs_of(job.session).pop(job.request, None)
         deltas, blobs = deltas_message(job.outputs)
-        self._jobs_of(job.session).pop(job.request, None)
         return Answer(job.finished(deltas), blobs=blobs)
 
     def _flush(self, session: Session) -> None:
         """One message with all that is new for this client, unless its connection is full: then it merges."""
         dirty = self._dirty.get(session)
-        if not dirty or not self.can_send(session.identity):
+        if not dirty or not self.can_send(session):
             return
         del self._dirty[session]
         deltas, blobs = deltas_message(dirty)

@@ -1,5 +1,6 @@
-"""Who is connected: sessions, their leases, and the death of their processes. No sockets: the server sends what is
-answered.
+"""Who is connected: sessions, their leases, and the death of their processes. No sockets: the server sends the answers.
+
+What may happen to a session when is `SESSION_TRANSITIONS` in `refit_protocol.states`.
 """
 
 from __future__ import annotations
@@ -29,17 +30,20 @@ from refit_protocol.messages import (
     SessionClosed,
     Welcome,
 )
+from refit_protocol.states import SESSION_TRANSITIONS, SessionEvent, SessionState, step
 from refitd import __version__
 from refitd.config import ServerConfig
+from refitd.peers import watch_process
 
-HEARTBEATS_PER_LEASE = 4
+HEARTBEATS_PER_LEASE = 3
+MAX_CLIENT_NAME = 200
 
 log = structlog.get_logger()
 
 
 @dataclass(eq=False)
 class Session:
-    """One connected client. `identity` is its latest connection: streamed tokens go there."""
+    """One connected client. `identity` is the connection of its latest Hello: streamed tokens go there."""
 
     token: str
     client: str
@@ -47,13 +51,25 @@ class Session:
     lease_seconds: float
     identity: bytes
     renewed: float
+    state: SessionState = SessionState.ABSENT
     last_request: int = 0
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     pidfd: int | None = None
-    closed: bool = False
+    process_ended: bool = False
+
+    def step(self, event: SessionEvent) -> None:
+        self.state = step(SESSION_TRANSITIONS, self.state, event)
 
     def renew(self) -> None:
         self.renewed = time.monotonic()
+
+    @property
+    def closed(self) -> bool:
+        return self.state in (SessionState.CLOSING, SessionState.CLOSED)
+
+    @property
+    def connected(self) -> bool:
+        return self.state is SessionState.OPEN
 
     @property
     def expired(self) -> bool:
@@ -62,13 +78,19 @@ class Session:
 
 @dataclass(frozen=True)
 class Call:
-    """One request on its way to a room. `session` is None for requests that need none."""
+    """One request on its way to a room. `session` is None for requests that need none.
+
+    The reply goes to connection `identity` with the frames `via` before its delimiter; `holder` is the session that
+    said Hello over that connection last.
+    """
 
     identity: bytes
     id: int
     body: Command
     blobs: list[Frame]
     session: Session | None
+    via: tuple[bytes, ...] = ()
+    holder: Session | None = None
 
     @property
     def owner(self) -> Session:
@@ -76,10 +98,9 @@ class Call:
         return self.session
 
     @property
-    def reply_to(self) -> bytes:
+    def streams(self) -> bool:
         """A stream follows its session to a new connection, other replies go back where the request came from."""
-        follows = isinstance(self.body, Generate) and self.body.stream and self.session is not None
-        return self.owner.identity if follows else self.identity
+        return isinstance(self.body, Generate) and self.body.stream
 
 
 @dataclass(frozen=True)
@@ -95,12 +116,17 @@ CloseHook = Callable[[Session, str], Awaitable[None]]
 
 
 class Sessions:
-    """Opens, renews, resumes and closes; `on_close` rooms give up what they hold for a session."""
+    """Opens, renews, resumes and closes; `on_close` rooms give up what they hold for a session.
 
-    def __init__(self, config: ServerConfig, epoch: int) -> None:
+    `local`: clients are processes of this machine, which can be watched.
+    """
+
+    def __init__(self, config: ServerConfig, epoch: int, *, local: bool = True) -> None:
         self._config = config
         self._epoch = epoch
+        self._local = local
         self._sessions: dict[str, Session] = {}
+        self._holders: dict[bytes, Session] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self.on_close: list[CloseHook] = []
         self.on_opened: Callable[[], None] = lambda: None
@@ -113,6 +139,10 @@ class Sessions:
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._sessions.values()))
 
+    def holder(self, identity: bytes) -> Session | None:
+        """The open session that said Hello over this connection last."""
+        return self._holders.get(identity)
+
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def hello(self, call: Call) -> Answer:
@@ -124,8 +154,13 @@ class Sessions:
                 f"this daemon speaks protocol version {PROTOCOL_VERSION}, the client {hello.protocol_versions}",
                 supported=[PROTOCOL_VERSION],
             )
-        session = self._resume(hello, call.identity) or self._open(hello, call.identity)
-        return Answer(self._welcome(session, resumed=session.token == hello.resume))
+        session = self._sessions.get(hello.resume or "")
+        resumed = session is not None
+        if session is None:
+            session = self._open(hello)
+        self._attach(session, call.identity, SessionEvent.RESUMED if resumed else SessionEvent.HELLO)
+        log.info("session resumed" if resumed else "session opened", client=session.client, pid=session.pid)
+        return Answer(self._welcome(session, resumed=resumed))
 
     def heartbeat(self, call: Call) -> Answer:
         assert isinstance(call.body, Heartbeat)
@@ -133,45 +168,68 @@ class Sessions:
 
     def goodbye(self, call: Call) -> Answer:
         assert isinstance(call.body, Goodbye)
-        self.close(call.owner, "goodbye")
+        self.close(call.owner, SessionEvent.GOODBYE)
         return Answer(SessionClosed())
 
     # --- the life of a session ----------------------------------------------------------------------------------------
 
     def admit(self, token: str | None, request_id: int) -> Session:
-        """The session of a request, its lease renewed. Raises `no_session`, `duplicate_request` or `limit_exceeded`."""
+        """The session of a request, its lease renewed. Raises `no_session` or `duplicate_request`."""
         session = self._sessions.get(token or "")
         if session is None:
             raise ProtocolError(ErrorCode.NO_SESSION, "no such session: send Hello first (its lease may have ended)")
+        session.step(SessionEvent.REQUEST)
+        session.renew()
         if request_id <= session.last_request:
             raise ProtocolError(
                 ErrorCode.DUPLICATE_REQUEST,
                 f"request id {request_id} is not above {session.last_request}, the last one",
-            )
-        if len(session.tasks) >= self._config.max_requests_per_session:
-            raise ProtocolError(
-                ErrorCode.LIMIT_EXCEEDED, f"{len(session.tasks)} requests of this session are running already"
+                last=session.last_request,
             )
         session.last_request = request_id
-        session.renew()
         return session
 
-    def close(self, session: Session, why: str) -> None:
+    def check_room(self, session: Session) -> None:
+        """Raises `limit_exceeded` where the session has too many requests under way to begin another."""
+        if len(session.tasks) >= self._config.max_requests_per_session:
+            raise ProtocolError(
+                ErrorCode.LIMIT_EXCEEDED,
+                f"{len(session.tasks)} requests of this session are under way, the limit",
+                limit=self._config.max_requests_per_session,
+            )
+
+    def connection_lost(self, identity: bytes) -> None:
+        """Nothing can be sent there any more: the session of that connection waits for its return."""
+        session = self._holders.get(identity)
+        if session is not None and session.connected:
+            log.info("session detached", client=session.client, pid=session.pid)
+            session.step(SessionEvent.CONNECTION_LOST)
+
+    def returned(self, session: Session, identity: bytes) -> bool:
+        """A request has come over the very connection that was thought lost: the session is open again."""
+        back = session.state is SessionState.DETACHED and self._holders.get(identity) is session
+        if back:
+            session.step(SessionEvent.RETURNED)
+        return back
+
+    def close(self, session: Session, why: SessionEvent) -> None:
         """Gives up all that the session holds; returns at once, the rooms clean up in tasks of their own."""
         if session.closed:
             return
-        session.closed = True
+        session.step(why)
+        session.process_ended = why is SessionEvent.PROCESS_ENDED
         del self._sessions[session.token]
+        self._detach(session)
         self._unwatch(session)
-        self.on_ended(why)
-        log.info("session closed", client=session.client, pid=session.pid, why=why)
-        task = asyncio.create_task(self._run_hooks(session, why), name="session-close")
+        self.on_ended(why.value)
+        log.info("session closed", client=session.client, pid=session.pid, why=why.value)
+        task = asyncio.create_task(self._run_hooks(session, why.value), name="session-close")
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    async def close_all(self, why: str) -> None:
+    async def close_all(self) -> None:
         for session in self:
-            self.close(session, why)
+            self.close(session, SessionEvent.DAEMON_STOPPED)
         await asyncio.gather(*self._closing)
 
     async def expire(self) -> None:
@@ -180,33 +238,52 @@ class Sessions:
             await asyncio.sleep(min(1.0, self._config.lease_seconds / HEARTBEATS_PER_LEASE))
             for session in self:
                 if session.expired:
-                    self.close(session, "lease ended")
+                    self.close(session, SessionEvent.LEASE_ENDED)
 
-    def _open(self, hello: Hello, identity: bytes) -> Session:
+    def _open(self, hello: Hello) -> Session:
         if len(self._sessions) >= self._config.max_sessions:
-            raise ProtocolError(ErrorCode.SESSION_LIMIT, f"{len(self._sessions)} sessions are open, the limit")
-        lease = min(hello.lease_seconds or self._config.lease_seconds, self._config.max_lease_seconds)
+            raise ProtocolError(
+                ErrorCode.SESSION_LIMIT,
+                f"{len(self._sessions)} sessions are open, the limit",
+                limit=self._config.max_sessions,
+            )
         session = Session(
             token=secrets.token_hex(16),
-            client=hello.client[:200],
+            client=hello.client[:MAX_CLIENT_NAME],
             pid=hello.pid,
-            lease_seconds=max(lease, 0.1),
-            identity=identity,
+            lease_seconds=self._lease(hello.lease_seconds),
+            identity=b"",
             renewed=time.monotonic(),
         )
         self._watch(session)
         self._sessions[session.token] = session
         self.on_opened()
-        log.info("session opened", client=session.client, pid=session.pid, lease_seconds=session.lease_seconds)
         return session
 
-    def _resume(self, hello: Hello, identity: bytes) -> Session | None:
-        session = self._sessions.get(hello.resume or "")
-        if session is not None:
-            session.identity = identity
-            session.renew()
-            log.info("session resumed", client=session.client, pid=session.pid)
-        return session
+    def _lease(self, wanted: float | None) -> float:
+        if wanted is None:
+            return self._config.lease_seconds
+        if not wanted > 0:
+            raise ProtocolError(ErrorCode.MALFORMED_MESSAGE, f"a lease of {wanted:g} s is not possible")
+        return max(self._config.min_lease_seconds, min(wanted, self._config.max_lease_seconds))
+
+    def _attach(self, session: Session, identity: bytes, event: SessionEvent) -> None:
+        """The connection now belongs to this session alone."""
+        holder = self._holders.get(identity)
+        if holder is not None and holder is not session:
+            log.info("session detached: its identity is used by another", client=holder.client, pid=holder.pid)
+            self._detach(holder)
+            if holder.connected:
+                holder.step(SessionEvent.IDENTITY_TAKEN)
+        self._detach(session)
+        session.step(event)
+        session.identity = identity
+        session.renew()
+        self._holders[identity] = session
+
+    def _detach(self, session: Session) -> None:
+        if self._holders.get(session.identity) is session:
+            del self._holders[session.identity]
 
     def _welcome(self, session: Session, *, resumed: bool) -> Welcome:
         config = self._config
@@ -232,12 +309,15 @@ class Sessions:
         for task in list(session.tasks.values()):
             if task is not asyncio.current_task():
                 task.cancel()
-        for hook in self.on_close:
-            try:
-                await hook(session, why)
-            # The boundary of a clean-up: one room's bug must not keep another from letting go.
-            except Exception:
-                log.exception("session clean-up failed", client=session.client)
+        await asyncio.gather(*(self._run_hook(hook, session, why) for hook in self.on_close))
+        session.step(SessionEvent.RELEASED)
+
+    async def _run_hook(self, hook: CloseHook, session: Session, why: str) -> None:
+        try:
+            await hook(session, why)
+        # The boundary of a clean-up: one room's bug must not keep another from letting go.
+        except Exception:
+            log.exception("session clean-up failed", client=session.client)
 
     # --- peers --------------------------------------------------------------------------------------------------------
 
@@ -245,35 +325,15 @@ class Sessions:
         """A local peer's death is seen at once through its pidfd; others are left to the lease."""
         if session.pid is None:
             return
-        if session.pid <= 0:
-            raise ProtocolError(ErrorCode.MALFORMED_MESSAGE, f"pid {session.pid} is not a process")
-        self._check_user(session.pid)
-        try:
-            session.pidfd = os.pidfd_open(session.pid)
-        except OSError as error:
-            raise _no_such_peer(session.pid, error) from None
-        asyncio.get_running_loop().add_reader(session.pidfd, self.close, session, "its process ended")
-
-    def _check_user(self, pid: int) -> None:
-        try:
-            owner = os.stat(f"/proc/{pid}").st_uid
-        except OSError as error:
-            raise _no_such_peer(pid, error) from None
-        if owner not in (os.getuid(), 0) and self._config.socket_group is None:
+        if not self._local:
             raise ProtocolError(
-                ErrorCode.PEER_NOT_ALLOWED, f"process {pid} belongs to user {owner}, the daemon to user {os.getuid()}"
+                ErrorCode.PEER_NOT_ALLOWED, "pid is for clients on this machine, over ipc: leave it out"
             )
+        session.pidfd = watch_process(session.pid, self._config.socket_group)
+        asyncio.get_running_loop().add_reader(session.pidfd, self.close, session, SessionEvent.PROCESS_ENDED)
 
     def _unwatch(self, session: Session) -> None:
         if session.pidfd is not None:
             asyncio.get_running_loop().remove_reader(session.pidfd)
             os.close(session.pidfd)
             session.pidfd = None
-
-
-def _no_such_peer(pid: int, error: OSError) -> ProtocolError:
-    return ProtocolError(
-        ErrorCode.PEER_NOT_ALLOWED,
-        f"process {pid} is not visible to the daemon ({error.strerror}): do both share a PID namespace? "
-        "Clients elsewhere leave pid out",
-    )

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 from refit_protocol.errors import ErrorCode, ProtocolError
+from refit_protocol.states import NEW_EPOCH, WRITER_TRANSITIONS, WriterEvent, WriterState, step
 from refitd.sessions import Session
 
 
 class Writer:
-    """`epoch` rises with every new writer; it starts at the daemon's own epoch, so frames of an earlier run are stale
-    too.
-    """
+    """`epoch` rises with every new writer; it starts at the daemon's own, so frames of an earlier run are stale too."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
+        self.state = WriterState.FREE
         self.session: Session | None = None
 
     def acquire(self, session: Session, *, takeover: bool) -> int:
-        """Raises `writer_busy` where another session writes and `takeover` was not asked for."""
-        if self.session is session:
-            return self.epoch
-        if self.session is not None and not takeover:
-            raise ProtocolError(
-                ErrorCode.WRITER_BUSY,
-                f"{self.session.client!r} (pid {self.session.pid}) writes the weights: wait for it, or take over",
-                writer=self.session.client,
-            )
+        """The epoch to write with. Raises `writer_busy` where another session writes and there is no `takeover`."""
+        self._step(self._acquisition(session, takeover=takeover))
         self.session = session
-        self.epoch += 1
         return self.epoch
 
     def release(self, session: Session) -> None:
         if self.session is session:
+            self._step(WriterEvent.RELEASED)
             self.session = None
 
     def check(self, session: Session, epoch: int) -> None:
@@ -38,6 +31,24 @@ class Writer:
         if self.session is not session or epoch != self.epoch:
             raise ProtocolError(
                 ErrorCode.STALE_EPOCH,
-                f"epoch {epoch} is not the present writer's ({self.epoch}): send AcquireWriter, open the source again",
+                f"epoch {epoch} is not the present writer's ({self.epoch}): acquire the role and open the source again",
                 epoch=self.epoch,
             )
+
+    def _acquisition(self, session: Session, *, takeover: bool) -> WriterEvent:
+        if self.session is None:
+            return WriterEvent.ACQUIRED
+        if self.session is session:
+            return WriterEvent.ACQUIRED_AGAIN
+        if takeover:
+            return WriterEvent.TAKEN_OVER
+        raise ProtocolError(
+            ErrorCode.WRITER_BUSY,
+            f"{self.session.client!r} (pid {self.session.pid}) writes the weights: wait for it, or take over",
+            writer=self.session.client,
+        )
+
+    def _step(self, event: WriterEvent) -> None:
+        self.state = step(WRITER_TRANSITIONS, self.state, event)
+        if event in NEW_EPOCH:
+            self.epoch += 1

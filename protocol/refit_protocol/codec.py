@@ -1,14 +1,18 @@
-"""Message <-> frames: `[b"RFT1", header, blob...]`, the header being message-pack under limits.
+"""Message <-> frames: `[b"RFT1", header, blob...]`, the header being message-pack.
 
 The identity and the empty delimiter before these frames belong to the socket and are not seen here.
 Nothing is evaluated or unpickled: a header becomes one of the structs in `messages`, or the frame is refused.
+
+Requests come from anybody, so they are unpacked under limits and looked at before they are converted. Replies come
+from the daemon that a client chose to trust, so they are decoded straight into their structs: a quarter of the time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import msgpack
 import msgspec
@@ -19,14 +23,14 @@ from refit_protocol.messages import ReplyHeader, RequestHeader
 MAGIC = b"RFT1"
 
 Frame = bytes | memoryview
-_Header = TypeVar("_Header", RequestHeader, ReplyHeader)
+
+_pack = msgspec.msgpack.Encoder().encode
+_reply_decoder = msgspec.msgpack.Decoder(ReplyHeader)
 
 
 @dataclass(frozen=True)
 class CodecLimits:
-    """What a decoder accepts. The daemon's come from its configuration, the client trusts its daemon with the
-    defaults.
-    """
+    """What a decoder accepts. The daemon's come from its configuration."""
 
     header_bytes: int = 16 << 20
     blob_bytes: int = 256 << 20
@@ -34,7 +38,7 @@ class CodecLimits:
     array_items: int = 1 << 18
     map_items: int = 1 << 12
     text_bytes: int = 8 << 20
-    containers: int = 1 << 19
+    items: int = 1 << 21
     depth: int = 32
 
 
@@ -51,94 +55,79 @@ def encode_reply(header: ReplyHeader, blobs: Sequence[Frame] = ()) -> list[Frame
 
 def decode_request(frames: Sequence[Frame], limits: CodecLimits = DEFAULT_LIMITS) -> tuple[RequestHeader, list[Frame]]:
     """Raises `ProtocolError` (malformed_message, message_too_large) whatever the bytes are."""
-    return _decode(frames, limits, RequestHeader)
+    _check_frames(frames, limits)
+    native = _unpack(frames[1], limits)
+    _check_values(native, limits.depth)
+    try:
+        return msgspec.convert(native, RequestHeader, builtin_types=(bytes,)), list(frames[2:])
+    except msgspec.ValidationError as error:
+        raise _malformed(str(error)) from None
 
 
 def decode_reply(frames: Sequence[Frame], limits: CodecLimits = DEFAULT_LIMITS) -> tuple[ReplyHeader, list[Frame]]:
-    """Raises `ProtocolError` like `decode_request`, but does not count containers: a client trusts its daemon that
-    far.
-    """
-    return _decode(frames, limits, ReplyHeader)
+    """Raises `ProtocolError` like `decode_request`, whose limits on sizes it keeps."""
+    _check_frames(frames, limits)
+    try:
+        return _reply_decoder.decode(frames[1]), list(frames[2:])
+    # A recursion error is how a header nested without end is noticed.
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _malformed(str(error)) from None
 
 
 def salvage_request_id(frames: Sequence[Frame], limits: CodecLimits = DEFAULT_LIMITS) -> int:
-    """The id in a header that is a map but no known request, so that even its refusal can be matched; 0 if there is
-    none.
-    """
+    """The id in a header that is a map but no known request, so that its refusal can be matched; 0 if there is none."""
     try:
         _check_frames(frames, limits)
-        native = _unpack(frames[1], limits, hostile=True)
+        native = _unpack(frames[1], limits)
     except ProtocolError:
         return 0
     request_id = native.get("id") if isinstance(native, dict) else None
     return request_id if type(request_id) is int and 0 < request_id < 1 << 64 else 0
 
 
-def _pack(header: RequestHeader | ReplyHeader) -> bytes:
-    packed: bytes = msgpack.packb(msgspec.to_builtins(header, builtin_types=(bytes,)))
-    return packed
-
-
-def _decode(frames: Sequence[Frame], limits: CodecLimits, kind: type[_Header]) -> tuple[_Header, list[Frame]]:
-    _check_frames(frames, limits)
-    native = _unpack(frames[1], limits, hostile=kind is RequestHeader)
-    try:
-        return msgspec.convert(native, kind, builtin_types=(bytes,)), list(frames[2:])
-    except msgspec.ValidationError as error:
-        raise _malformed(str(error)) from None
-
-
 def _check_frames(frames: Sequence[Frame], limits: CodecLimits) -> None:
-    if len(frames) < 2 or bytes(frames[0][:8]) != MAGIC:
-        raise _malformed(f"expected the frames {MAGIC!r}, header, blobs after the empty delimiter")
+    if len(frames) < 2 or frames[0] != MAGIC:
+        raise _malformed(f"expected an empty delimiter, then the frames {MAGIC!r}, header, blobs")
     if len(frames) - 2 > limits.blobs:
         raise _too_large(f"{len(frames) - 2} blobs, at most {limits.blobs}", limits.blobs)
     if len(frames[1]) > limits.header_bytes:
         raise _too_large(f"header of {len(frames[1])} bytes, at most {limits.header_bytes}", limits.header_bytes)
-    blob_bytes = sum(len(blob) for blob in frames[2:])
+    blob_bytes = sum(map(len, frames[2:]))
     if blob_bytes > limits.blob_bytes:
         raise _too_large(f"{blob_bytes} bytes of blobs, at most {limits.blob_bytes}", limits.blob_bytes)
 
 
-def _unpack(packed: Frame, limits: CodecLimits, *, hostile: bool) -> Any:
-    hooks = _hostile_hooks(limits.containers) if hostile else {}
+def _unpack(packed: Frame, limits: CodecLimits) -> Any:
+    count = _item_counter(limits.items)
     try:
-        native = msgpack.unpackb(
+        return msgpack.unpackb(
             packed,
             raw=False,
             strict_map_key=True,
+            list_hook=count,
+            object_pairs_hook=lambda pairs: _unique_map(count(pairs)),
             ext_hook=_refuse_extension,
             max_array_len=limits.array_items,
             max_map_len=limits.map_items,
             max_str_len=limits.text_bytes,
             max_bin_len=limits.text_bytes,
             max_ext_len=limits.text_bytes,
-            **hooks,
         )
     # msgpack reports every kind of bad input as a ValueError; a timestamp out of range is an OverflowError.
     except (ValueError, OverflowError, msgpack.UnpackException) as error:
-        raise _malformed(
-            f"header is not the message-pack this protocol uses: {error or type(error).__name__}"
-        ) from None
-    if hostile:
-        _check_nesting(native, limits.depth)
-    return native
+        reason = error or type(error).__name__
+        raise _malformed(f"header is not the message-pack this protocol uses: {reason}") from None
 
 
-def _hostile_hooks(containers: int) -> dict[str, Callable[..., Any]]:
-    count = _container_counter(containers)
-    return {"list_hook": count, "object_pairs_hook": lambda pairs: _unique_map(count(pairs))}
-
-
-def _container_counter(limit: int) -> Callable[[list[Any]], list[Any]]:
-    """Bounds memory: a one-byte empty array costs 56 bytes once it is an object."""
+def _item_counter(limit: int) -> Callable[[list[Any]], list[Any]]:
+    """Bounds memory: an item of one byte costs up to sixty once it is an object."""
     left = limit
 
     def count(container: list[Any]) -> list[Any]:
         nonlocal left
-        left -= 1
+        left -= 1 + len(container)
         if left < 0:
-            raise _too_large(f"more than {limit} arrays and maps in one header", limit)
+            raise _too_large(f"more than {limit} items in one header", limit)
         return container
 
     return count
@@ -148,8 +137,9 @@ def _unique_map(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
     unique = dict(pairs)
     if len(unique) != len(pairs):
         raise _malformed("a map holds the same key twice")
-    if any(type(key) is not str for key in unique):
-        raise _malformed("map keys must be strings")
+    for key in unique:
+        if type(key) is not str:
+            raise _malformed("map keys must be strings")
     return unique
 
 
@@ -157,7 +147,8 @@ def _refuse_extension(code: int, _data: bytes) -> Any:
     raise _malformed(f"message-pack extension type {code} is not used by this protocol")
 
 
-def _check_nesting(native: Any, depth: int) -> None:
+def _check_values(native: Any, depth: int) -> None:
+    """Refuses what JSON has no word for either, and nesting beyond `depth`."""
     level = [native]
     while level:
         if depth == 0:
@@ -167,9 +158,12 @@ def _check_nesting(native: Any, depth: int) -> None:
 
 
 def _is_container(value: Any) -> bool:
-    if type(value) is msgpack.Timestamp:
+    kind = type(value)
+    if kind is float and not math.isfinite(value):
+        raise _malformed(f"{value} is not a number this protocol uses")
+    if kind is msgpack.Timestamp:
         raise _malformed("message-pack timestamps are not used by this protocol")
-    return isinstance(value, dict | list)
+    return kind is dict or kind is list
 
 
 def _children(container: Any) -> Sequence[Any]:

@@ -123,9 +123,8 @@ ERROR_RULES: dict[ErrorCode, ErrorRule] = {
 class ProtocolError(Exception):
     """A request that cannot be served; becomes a `Failed` reply.
 
-    `details` holds message-pack natives with string keys (names, limits, shapes) for programs; `message` is for
-    people and
-    says what to do.
+    `details` holds message-pack natives with string keys (names, limits, shapes) for programs; `message` is for people
+    and says what to do.
     """
 
     def __init__(self, code: ErrorCode, message: str, **details: object) -> None:

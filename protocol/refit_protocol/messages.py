@@ -177,9 +177,7 @@ class GetManifest(Command, frozen=True, kw_only=True):
 
 
 class ManifestTensor(Detail, frozen=True, kw_only=True):
-    """A checkpoint tensor that a full refit must bring, unless `optional`; `alias_of` names the tensor it is tied
-    to.
-    """
+    """A tensor that a full refit must bring, unless `optional`; `alias_of` names the tensor it is tied to."""
 
     name: str
     dtype: DType
@@ -221,8 +219,9 @@ class LoggerMetrics(Fact, frozen=True, kw_only=True):
 
 
 class OpenSource(Command, frozen=True, kw_only=True):
-    """Exports trainer memory once. `inplace`: `tensors` are the parameters themselves; `bucket`: segments are staging
-    buckets.
+    """Exports trainer memory once.
+
+    `inplace`: `tensors` are the parameters themselves. `bucket`: the segments are staging buckets, `tensors` is empty.
     """
 
     epoch: int
@@ -415,9 +414,7 @@ class Generate(Command, frozen=True, kw_only=True):
 
 
 class ResolvedSampling(Detail, frozen=True, kw_only=True):
-    """What the engine really used: the clamp of `max_tokens` per prompt, the whole stop set, the meaning of
-    logprobs.
-    """
+    """What the engine really used: `max_tokens` per prompt, the whole stop set, the meaning of logprobs."""
 
     max_tokens: list[int]
     clamped: list[bool]
@@ -440,8 +437,8 @@ class VersionRun(msgspec.Struct, frozen=True, array_like=True):
 class TokenDelta(Detail, frozen=True, kw_only=True):
     """`count` new tokens of one output, beginning at `position`; `request` is the id that the client gave.
 
-    The end of an output is its `finish_reason`. `top` columns of alternatives follow per token, `prompt_top` per
-    prompt token.
+    The end of an output is its `finish_reason`. `top` columns of alternatives follow per token, `prompt_top` per prompt
+    token.
     """
 
     request: int
@@ -464,13 +461,10 @@ class TokenDelta(Detail, frozen=True, kw_only=True):
 class TokensGenerated(Fact, frozen=True, kw_only=True):
     """New tokens of any of the client's streams, one message per engine step.
 
-    Blob 0: token ids, int32, all deltas after another. Blob 1: the sampled tokens' logprobs, float32, alike. Where
-    any delta
-    has `top > 0`: blob 2 and 3 hold the alternatives' ids (int32) and logprobs (float32), `count x top` per delta.
-    Where any
-    delta has `prompt_top`: blobs 4 and 5 hold `prompt_rows` rows of 1 + prompt_top ids and logprobs, one per prompt
-    token,
-    the token itself first; the first token has no logprob, its row is NaN.
+    Blob 0: token ids, int32, all deltas after another. Blob 1: the sampled tokens' logprobs, float32, alike. Where any
+    delta has `top > 0`: blobs 2 and 3 hold the alternatives' ids (int32) and logprobs (float32), `count x top` a delta.
+    Where any delta has `prompt_top`: blobs 4 and 5 hold `prompt_rows` rows of 1 + prompt_top ids and logprobs, one per
+    prompt token, the token itself first; the first token has no logprob, its row is NaN.
     Where any delta has `routed_experts` (its shape), blob 6 holds them as int32.
     Blobs that are not needed are empty. The header's id is 0: each delta names its own request.
     """
@@ -479,8 +473,9 @@ class TokensGenerated(Fact, frozen=True, kw_only=True):
 
 
 class GenerationFinished(Fact, frozen=True, kw_only=True):
-    """The last reply of a `Generate`. For a unary request it carries all tokens, with the blobs of
-    `TokensGenerated`.
+    """The last reply of a `Generate`: of a unary one with all tokens, of a stream with those not sent before.
+
+    Blobs as in `TokensGenerated`.
     """
 
     deltas: list[TokenDelta]
@@ -553,9 +548,7 @@ class PrefixCacheReset(Fact, frozen=True, kw_only=True):
 
 
 class Sleep(Command, frozen=True, kw_only=True):
-    """Level 1 frees the KV cache and moves weights to host memory, level 2 drops the weights: then only a full refit
-    helps.
-    """
+    """Level 1 frees the KV cache and moves weights to host memory; level 2 drops them: then only a full refit helps."""
 
     level: Literal[1, 2] = 1
     policy: InflightPolicy = "finish"

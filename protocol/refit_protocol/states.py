@@ -59,8 +59,7 @@ ENGINE_TRANSITIONS: dict[tuple[EngineState, EngineEvent], EngineState] = {
     **{(state, _E.DIED): _S.DEAD for state in EngineState},
 }
 
-# Why a request that needs a servable engine is refused in each state; ready and refitting (wait at the gate) are
-# absent.
+# Why a request that needs a servable engine is refused, by state; in `ready` and `refitting` (it waits) it is not.
 NOT_SERVABLE: dict[EngineState, tuple[ErrorCode, str]] = {
     _S.UNLOADED: (ErrorCode.LOADING, "the model is not loaded yet: send LoadModel"),
     _S.LOADING: (ErrorCode.LOADING, "the model is still loading: ask Status for its progress"),
@@ -143,6 +142,75 @@ ASLEEP: dict[SleepState, tuple[int, tuple[str, ...]]] = {
     _P.LEVEL_2_KV_CACHE_AWAKE: (2, ("weights",)),
     _P.EMPTY: (2, ()),
 }
+
+
+class SessionState(StrEnum):
+    """`detached`: the session lives, but its connection is lost; streams wait, what was answered may be lost."""
+
+    ABSENT = "absent"
+    OPEN = "open"
+    DETACHED = "detached"
+    CLOSING = "closing"
+    CLOSED = "closed"
+
+
+class SessionEvent(StrEnum):
+    HELLO = "hello"
+    REQUEST = "request, the lease is renewed"
+    RESUMED = "hello that names the session"
+    RETURNED = "request from its own lost connection"
+    CONNECTION_LOST = "connection lost"
+    IDENTITY_TAKEN = "hello of another session from the same identity"
+    GOODBYE = "goodbye"
+    LEASE_ENDED = "lease ended"
+    PROCESS_ENDED = "its process ended"
+    UNREAD = "it does not read its replies"
+    DAEMON_STOPPED = "the daemon stops"
+    RELEASED = "all it held is released"
+    DAEMON_RESTARTED = "another daemon answers"
+
+
+_L, _O = SessionState, SessionEvent
+SESSION_ENDS = (_O.GOODBYE, _O.LEASE_ENDED, _O.PROCESS_ENDED, _O.UNREAD, _O.DAEMON_STOPPED)
+SESSION_TRANSITIONS: dict[tuple[SessionState, SessionEvent], SessionState] = {
+    (_L.ABSENT, _O.HELLO): _L.OPEN,
+    (_L.OPEN, _O.REQUEST): _L.OPEN,
+    (_L.OPEN, _O.RESUMED): _L.OPEN,
+    (_L.OPEN, _O.CONNECTION_LOST): _L.DETACHED,
+    (_L.OPEN, _O.IDENTITY_TAKEN): _L.DETACHED,
+    (_L.DETACHED, _O.REQUEST): _L.DETACHED,
+    (_L.DETACHED, _O.RESUMED): _L.OPEN,
+    (_L.DETACHED, _O.RETURNED): _L.OPEN,
+    (_L.DETACHED, _O.CONNECTION_LOST): _L.DETACHED,
+    **{(state, end): _L.CLOSING for state in (_L.OPEN, _L.DETACHED) for end in SESSION_ENDS},
+    (_L.CLOSING, _O.RELEASED): _L.CLOSED,
+    **{(state, _O.DAEMON_RESTARTED): _L.ABSENT for state in SessionState},
+}
+
+
+class WriterState(StrEnum):
+    """Of the one role that may write weights; every frame of a writer names the epoch it was given."""
+
+    FREE = "free"
+    HELD = "held"
+
+
+class WriterEvent(StrEnum):
+    ACQUIRED = "acquired"
+    ACQUIRED_AGAIN = "acquired by its holder"
+    TAKEN_OVER = "taken over by another session"
+    RELEASED = "released, or its session closed"
+
+
+_W, _A = WriterState, WriterEvent
+WRITER_TRANSITIONS: dict[tuple[WriterState, WriterEvent], WriterState] = {
+    (_W.FREE, _A.ACQUIRED): _W.HELD,
+    (_W.HELD, _A.ACQUIRED_AGAIN): _W.HELD,
+    (_W.HELD, _A.TAKEN_OVER): _W.HELD,
+    (_W.HELD, _A.RELEASED): _W.FREE,
+}
+# After these, frames of the epoch before are stale.
+NEW_EPOCH = frozenset({_A.ACQUIRED, _A.TAKEN_OVER})
 
 State = TypeVar("State", bound=StrEnum)
 Event = TypeVar("Event", bound=StrEnum)

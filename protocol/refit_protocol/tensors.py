@@ -100,9 +100,7 @@ class SourceTensor(_Descriptor, frozen=True, kw_only=True):
 
 
 class MemfdSegment(_Descriptor, frozen=True, kw_only=True, tag="memfd", tag_field="kind"):
-    """`size_bytes` of a memfd sealed against shrinking, found at `/proc/<pid>/fd/<fd>`; `inode` guards against
-    reuse.
-    """
+    """`size_bytes` of a memfd sealed against shrinking, at `/proc/<pid>/fd/<fd>`; `inode` guards against reuse."""
 
     pid: int
     fd: int
@@ -114,8 +112,7 @@ class CudaIpcSegment(_Descriptor, frozen=True, kw_only=True, tag="cuda_ipc", tag
     """One whole cudaMalloc allocation: the 64 bytes of cudaIpcGetMemHandle, on the device named by `device_uuid`.
 
     `event_handle` is the 64 bytes of an interprocess CUDA event that the trainer records before each commit, or None
-    when
-    the trainer synchronises its stream instead.
+    when the trainer synchronises its stream instead.
     """
 
     pid: int
@@ -198,9 +195,7 @@ def check_source_tensors(tensors: list[SourceTensor], segments: list[Segment]) -
 
 
 def check_pieces(pieces: list[BucketPiece], announced: dict[str, TensorShape], bucket_bytes: int) -> None:
-    """Raises `invalid_descriptor` unless every piece is a range of an announced tensor and none overlap in the
-    bucket.
-    """
+    """Raises `invalid_descriptor` unless every piece is part of an announced tensor and none overlap in the bucket."""
     for piece in pieces:
         tensor = announced.get(piece.name)
         if tensor is None:
