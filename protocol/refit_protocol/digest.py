@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from refit_protocol.errors import ErrorCode, ProtocolError
 
 LANES = 4096
-SAMPLES_PER_TENSOR = 256
+SAMPLES_PER_TENSOR = 64
 MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
