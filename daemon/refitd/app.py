@@ -64,6 +64,7 @@ from refitd.server import Server
 from refitd.sessions import Sessions
 
 LOAD_EXTENSION_SECONDS = 3600.0
+LAST_REPLIES_SECONDS = 2.0
 # States in which no answer of the engine is expected: it is not there yet, or a refit with its own deadline holds it.
 BUSY_BY_ITSELF = frozenset({EngineState.UNLOADED, EngineState.LOADING, EngineState.REFITTING, EngineState.DEAD})
 
@@ -368,6 +369,7 @@ class App:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.server.flush(LAST_REPLIES_SECONDS)
         self.engine.stop()
         orphans.forget(self._config.runtime_directory)
         self.server.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from refit_protocol.endpoint import default_directory, default_endpoint
 from refit_protocol.messages import Status
@@ -17,6 +17,10 @@ try:
     import typer
 except ImportError:
     sys.exit("refitd: the service is not installed: pip install 'refitd[cpu]' (or [cuda12], [cuda13])")
+
+if TYPE_CHECKING:
+    from refitd.config import Config
+    from refitd.doctor import Subject
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -50,7 +54,7 @@ def serve(
 
     try:
         loaded = load()
-        _check_model(loaded.model)
+        _check_model(loaded)
     except ConfigError as error:
         _fail(str(error), ExitCode.CONFIGURATION)
     sys.exit(serve_app(loaded, os.environ, load, replace=replace))
@@ -76,7 +80,7 @@ def top(
     endpoint: EndpointOption = None,
     interval_seconds: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")] = 1.0,
 ) -> None:
-    """Shows the daemon live, until Ctrl-C."""
+    """Shows the daemon live, until Ctrl-C; waits for one that is not there."""
     import time
 
     from rich.live import Live
@@ -88,9 +92,10 @@ def top(
     with Live(screen=True, auto_refresh=False) as live:
         try:
             while True:
-                seen = _ask_status(where)
-                history = followed_by(history, Moment(time.monotonic(), seen, seen.generated_tokens))
-                live.update(top_view(history, where), refresh=True)
+                seen = _status_or_none(where)
+                if seen is not None:
+                    history = followed_by(history, Moment(time.monotonic(), seen, seen.generated_tokens))
+                live.update(top_view(history if seen is not None else History(), where), refresh=True)
                 time.sleep(interval_seconds)
         except KeyboardInterrupt:
             return
@@ -99,26 +104,49 @@ def top(
 @app.command()
 def doctor(
     model: Annotated[str | None, typer.Option(help="Model directory to check too.")] = None,
+    config: ConfigOption = None,
     endpoint: EndpointOption = None,
     json: JsonOption = False,
 ) -> None:
     """Checks what a daemon and its trainers need; exits with 1 if anything fails."""
     from rich.console import Console
 
-    from refitd.doctor import Subject, examine
+    from refitd.config import ConfigError
+    from refitd.doctor import examine
     from refitd.doctor.finding import any_failed
     from refitd.doctor.report import as_json, as_table
 
-    where = endpoint or default_endpoint(os.environ, os.getuid())
-    directory = default_directory(os.environ, os.getuid())
-    subject = Subject(os.environ, where, directory, model=model, daemon=_status_or_none(where))
-    findings = list(examine(subject))
+    try:
+        findings = list(examine(_subject(model, endpoint, config)))
+    except ConfigError as error:
+        _fail(str(error), 2)
     console = Console()
     if json:
         console.print_json(as_json(findings))
     else:
         console.print(as_table(findings))
     sys.exit(1 if any_failed(findings) else 0)
+
+
+def _subject(model: str | None, endpoint: str | None, file: Path | None) -> Subject:
+    """With a configuration file: exactly what a daemon started with it would use."""
+    from refitd.config import load_config
+    from refitd.doctor import Subject
+
+    if file is None:
+        where = endpoint or default_endpoint(os.environ, os.getuid())
+        directory = default_directory(os.environ, os.getuid())
+        return Subject(os.environ, where, directory, model=model, daemon=_status_or_none(where))
+    loaded = load_config(_flags(model, endpoint, []), file)
+    http = loaded.http
+    return Subject(
+        os.environ,
+        loaded.endpoint,
+        loaded.runtime_directory,
+        model=loaded.model,
+        http_address=(http.host, http.port) if http.enabled and http.port else None,
+        daemon=_status_or_none(loaded.endpoint),
+    )
 
 
 def _ask_status(endpoint: str | None) -> Status:
@@ -171,16 +199,17 @@ def _set(flags: dict[str, Any], setting: str) -> None:
     flags[key] = parsed
 
 
-def _check_model(model: str) -> None:
-    """A path that is wrong must not cost a model load to find out."""
+def _check_model(config: Config) -> None:
+    """A directory that cannot be loaded must not cost a model load to find out; other names are vLLM's to resolve."""
     from refitd.config import ConfigError
+    from refitd.model_files import model_problem
 
-    path = Path(model)
-    looks_like_path = path.is_absolute() or model.startswith(("./", "../", "~"))
-    if looks_like_path and not path.expanduser().is_dir():
-        raise ConfigError(f"model directory {model} does not exist")
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ConfigError(f"model directory {model} has no config.json: is it the right one?")
+    path = Path(config.model).expanduser()
+    looks_like_path = path.is_absolute() or config.model.startswith(("./", "../"))
+    if not looks_like_path and not path.is_dir():
+        return
+    if problem := model_problem(path, weights=config.engine.load_format != "dummy"):
+        raise ConfigError(problem)
 
 
 def _fail(message: str, code: int) -> NoReturn:

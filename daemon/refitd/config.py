@@ -218,7 +218,8 @@ def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:
 
 
 def _one_line(error: ValidationError) -> str:
-    first = error.errors()[0]
+    # A misspelt setting often leaves another one missing: the misspelling is what must be said.
+    first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
     where = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         return f"unknown setting {where!r}: remove it or correct its name (docs/configuration.md lists all)"

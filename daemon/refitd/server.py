@@ -30,6 +30,7 @@ from refitd.sessions import Answer, Call, Session, Sessions
 # Small: what waits here cannot be merged or counted any more.
 SEND_HIGH_WATER_MARK = 128
 RECEIVE_BATCH = 256
+LINGER_MILLISECONDS = 1000
 FIRST_RETRY_SECONDS = 0.001
 LAST_RETRY_SECONDS = 0.05
 ZMQ_HEARTBEAT_MILLISECONDS = 10_000
@@ -94,7 +95,7 @@ class Server:
         socket.set(zmq.ROUTER_MANDATORY, 1)
         socket.set(zmq.ROUTER_HANDOVER, 1)
         socket.set(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
-        socket.set(zmq.LINGER, 200)
+        socket.set(zmq.LINGER, LINGER_MILLISECONDS)
         socket.set(zmq.HEARTBEAT_IVL, ZMQ_HEARTBEAT_MILLISECONDS)
         socket.set(zmq.HEARTBEAT_TIMEOUT, ZMQ_HEARTBEAT_TIMEOUT_MILLISECONDS)
         self._admit_users(endpoint)
@@ -102,6 +103,12 @@ class Server:
         socket.set(zmq.MAXMSGSIZE, 4 * self._config.max_message_bytes)
         socket.bind(endpoint)
         asyncio.get_running_loop().add_reader(socket.fileno(), self._receive)
+
+    async def flush(self, timeout_seconds: float) -> None:
+        """Waits, bounded, until clients that read have taken the replies that wait for them."""
+        deadline = time.monotonic() + timeout_seconds
+        while self._backlogs and time.monotonic() < deadline:
+            await asyncio.sleep(LAST_RETRY_SECONDS)
 
     def close(self) -> None:
         asyncio.get_running_loop().remove_reader(self._socket.fileno())
