@@ -6,20 +6,15 @@ which HTTP request they work for by a context variable: vLLM calls them in the t
 
 from __future__ import annotations
 
-import math
 from argparse import Namespace
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
-from vllm.entrypoints.openai.api_server import build_app, init_app_state
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import ModelInfo
@@ -27,40 +22,19 @@ from refitd.compat import StampedLLM
 from refitd.config import HttpConfig
 from refitd.exact_chat import ExactPrompt, Messages, Vocabulary, exact_prompt
 from refitd.gate import Gate
+from refitd.http_call import HttpCall, current_call
 from refitd.http_errors import error_response
-from refitd.http_trace import Trace, stamp_response, stamped_events
-from refitd.prefix import EarlierTokens, PrefixError, TokenTexts, earlier_tokens
+from refitd.http_requests import HttpRequests
+from refitd.http_trace import stamp_response, stamped_events
+from refitd.prefix import PrefixError, TokenTexts, earlier_tokens
 
 try:
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
-except ImportError:  # vLLM before 0.30
+except ImportError:  # earlier releases, 0.26 for one
+    from vllm.entrypoints.openai.api_server import build_app, init_app_state
     from vllm.entrypoints.openai.cli_args import make_arg_parser
-
-
-@dataclass
-class HttpCall:
-    """One request on its way through vLLM's app. `messages` are as sent: vLLM's own copies can be read only once."""
-
-    request: Any
-    messages: Messages
-    earlier: EarlierTokens | None
-    min_version: int | None
-    wait_seconds: float | None
-    generates: bool
-    trace: Trace = field(default_factory=Trace)
-    prefix_mismatch: str | None = None
-    resolved: dict[str, object] = field(default_factory=dict)
-
-    def report(self) -> dict[str, object]:
-        prefix = (
-            None if self.earlier is None else {"tokens": len(self.earlier.token_ids), "mismatch": self.prefix_mismatch}
-        )
-        return {**self.resolved, "prefix": prefix}
-
-
-_call: ContextVar[HttpCall | None] = ContextVar("refitd_http_call", default=None)
-# Where a request that is being added belongs; set for the daemon's own requests never.
-_adding: ContextVar[tuple[Trace, int] | None] = ContextVar("refitd_http_adding", default=None)
 
 
 class OpenAIEndpoint:
@@ -72,7 +46,7 @@ class OpenAIEndpoint:
         self._config = config
         self._gate = gate
         self._logprobs_mode = logprobs_mode
-        self._requests = EngineRequests(llm, gate)
+        self._requests = HttpRequests(llm, gate)
         self.on_prefix: Callable[[str], None] = lambda _outcome: None
         self.app = FastAPI()
 
@@ -139,7 +113,7 @@ class OpenAIEndpoint:
         earlier = earlier_tokens(messages, body.get("required_prefix_token_ids"), self._model.vocab_size)
         call = HttpCall(request, messages, earlier, *_patience(body), generates)
         call.resolved["logprobs_mode"] = self._logprobs_mode
-        _call.set(call)
+        current_call.set(call)
         return call
 
     # --- prompts ------------------------------------------------------------------------------------------------------
@@ -148,7 +122,7 @@ class OpenAIEndpoint:
         self, conversations: Sequence[Any], chat_params: Any, tok_params: Any = None, **options: Any
     ) -> tuple[list[Any], list[Any]]:
         """vLLM's `render_chat_async`; lengths are judged here, after the splice, not on the template's rendering."""
-        call = _call.get()
+        call = current_call.get()
         assert call is not None, "vLLM rendered a chat outside of a request"
         if tok_params is not None and tok_params.truncate_prompt_tokens is None:
             tok_params = replace(tok_params, max_total_tokens=None, max_output_tokens=0)
@@ -226,99 +200,6 @@ class OpenAIEndpoint:
         call.resolved["clamped"] = asked is not None and asked > room
 
 
-@dataclass(frozen=True)
-class _Sequence:
-    trace: Trace
-    choice: int
-    request: EngineCoreRequest
-
-
-class EngineRequests:
-    """The app's requests inside of the engine: through the gate, salted and stamped with the version, out when told."""
-
-    def __init__(self, llm: StampedLLM, gate: Gate) -> None:
-        self._llm = llm
-        self._gate = gate
-        self._running: dict[str, _Sequence] = {}
-        self._add = llm.engine_core.add_request_async
-        self._process = llm.output_processor.process_outputs
-        llm.engine_core.add_request_async = self._add_salted
-        llm.output_processor.process_outputs = self._process_stamped
-        gate.on_publish.append(self._readmit_unstarted)
-
-    def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncIterator[Any]:
-        """vLLM's `generate`; the call itself takes the choices, so they are numbered in the order of the prompts."""
-        call = _call.get()
-        assert call is not None, "vLLM generated outside of a request"
-        first = call.trace.reserve(sampling_params.n)
-        return self._generate(call, first, prompt, sampling_params, request_id, options)
-
-    async def _generate(
-        self, call: HttpCall, first: int, prompt: Any, sampling_params: Any, request_id: str, options: Mapping[str, Any]
-    ) -> AsyncIterator[Any]:
-        await self._gate.admit(call.min_version, call.wait_seconds)
-        self._gate.enter()
-        _adding.set((call.trace, first))
-        try:
-            async with aclosing(self._llm.generate(prompt, sampling_params, request_id, **options)) as outputs:
-                async for output in outputs:
-                    if call.trace.failure is not None:
-                        raise call.trace.failure
-                    yield output
-        finally:
-            self._forget(call.trace, range(first, first + sampling_params.n))
-            self._gate.leave()
-
-    async def abort_all(self, error: ErrorCode | None) -> None:
-        running = dict(self._running)
-        if error is not None:
-            for sequence in running.values():
-                sequence.trace.failure = ProtocolError(error, "the request was ended before it was complete")
-        if running:
-            await self._llm.abort(list(running), internal=True)
-
-    # --- between the app and the engine -------------------------------------------------------------------------------
-
-    async def _add_salted(self, request: EngineCoreRequest) -> None:
-        """Every request of the app passes here last; the daemon's own ones have no trace in their context."""
-        adding = _adding.get()
-        if adding is not None:
-            trace, first = adding
-            index = self._llm.output_processor.request_states[request.request_id].request_index
-            request.cache_salt = _salt(self._gate.version, request.cache_salt)
-            self._running[request.request_id] = _Sequence(trace, first + index, request)
-        await self._add(request)
-
-    def _process_stamped(self, outputs: list[EngineCoreOutput], *args: Any, **kwargs: Any) -> Any:
-        """Runs in the output loop: no token of one version is here once the next one is published."""
-        for output in outputs:
-            sequence = self._running.get(output.request_id)
-            if sequence is not None:
-                sequence.trace.made(sequence.choice, len(output.new_token_ids), self._gate.version)
-                if _is_nan(output):
-                    sequence.trace.failure = ProtocolError(
-                        ErrorCode.NOT_A_NUMBER, "the model's logprobs are not numbers"
-                    )
-        return self._process(outputs, *args, **kwargs)
-
-    async def _readmit_unstarted(self, version: int) -> None:
-        """Between freeze and thaw: what has no token yet starts afresh, so that it finds no KV of the old weights."""
-        unstarted = {
-            key: sequence for key, sequence in self._running.items() if sequence.choice not in sequence.trace.spans
-        }
-        if not unstarted:
-            return
-        await self._llm.engine_core.abort_requests_async(list(unstarted))
-        for sequence in unstarted.values():
-            sequence.request.cache_salt = _salt(version, _own_salt(sequence.request.cache_salt))
-            await self._add(sequence.request)
-
-    def _forget(self, trace: Trace, choices: range) -> None:
-        ended = [key for key, running in self._running.items() if running.trace is trace and running.choice in choices]
-        for key in ended:
-            del self._running[key]
-
-
 class _Delegate:
     """Another object with some of its attributes replaced."""
 
@@ -328,21 +209,6 @@ class _Delegate:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
-
-
-def _salt(version: int, own: str | None) -> str:
-    return f"refitd-{version}" if own is None else f"refitd-{version}-{own}"
-
-
-def _own_salt(salt: str | None) -> str | None:
-    return None if salt is None or salt.count("-") < 2 else salt.split("-", 2)[2]
-
-
-def _is_nan(output: EngineCoreOutput) -> bool:
-    rows = output.new_logprobs
-    return rows is not None and any(
-        math.isnan(value) for value in rows.logprobs[: len(output.new_token_ids), 0].tolist()
-    )
 
 
 def _want_ids_and_logprobs(request: Any) -> None:

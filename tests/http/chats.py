@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import openai
 from openai.types.chat import ChatCompletion
 
@@ -35,6 +36,15 @@ def ask(client: openai.OpenAI, model: str, messages: Sequence[Any], **options: A
 
 
 EXTRA = frozenset({"required_prefix_token_ids", "ignore_eos", "min_tokens", "min_version", "continue_final_message"})
+
+
+def post(url: str, body: object) -> httpx.Response:
+    """Plain HTTP, for what a client library would not send; as patient as a busy machine asks for."""
+    return httpx.post(url, json=body, timeout=120.0)
+
+
+def get(url: str) -> httpx.Response:
+    return httpx.get(url, timeout=120.0)
 
 
 def prompt_ids(answer: Any) -> list[int]:

@@ -6,14 +6,13 @@ import asyncio
 from collections import defaultdict
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from refit_trainer import Daemon, Sampling
 from tests.canary import unharmed
-from tests.http.chats import USER, Streamed, all_ids, ask, prompt_ids
+from tests.http.chats import USER, Streamed, all_ids, ask, get, post, prompt_ids
 
 
 def test_a_chat_answer_carries_ids_logprobs_and_the_version(
@@ -125,22 +124,22 @@ def test_completions_stream(client: openai.OpenAI, served: Any, daemon: Daemon) 
 def test_tokenize_and_detokenize_are_inverse(base_url: str, tokenizer: PreTrainedTokenizerFast) -> None:
     root = base_url.removesuffix("/v1")
     text = "the daemon owns the engine"
-    tokens = httpx.post(f"{root}/tokenize", json={"prompt": text}).json()["tokens"]
+    tokens = post(f"{root}/tokenize", {"prompt": text}).json()["tokens"]
     assert tokens == tokenizer.encode(text)
-    assert httpx.post(f"{root}/detokenize", json={"tokens": tokens}).json() == {"prompt": text}
+    assert post(f"{root}/detokenize", {"tokens": tokens}).json() == {"prompt": text}
 
 
 def test_health_and_metrics_show_both_the_daemon_and_vllm(base_url: str, daemon: Daemon) -> None:
     root = base_url.removesuffix("/v1")
-    assert httpx.get(f"{root}/health").json() == {"state": "ready", "weights_version": daemon.status().version}
-    metrics = httpx.get(f"{root}/metrics").text
+    assert get(f"{root}/health").json() == {"state": "ready", "weights_version": daemon.status().version}
+    metrics = get(f"{root}/metrics").text
     assert "vllm:num_requests_running" in metrics
     assert "refitd_http_prefixes" in metrics
 
 
 @pytest.mark.parametrize("path", ["/sleep", "/wake_up", "/collective_rpc", "/reset_prefix_cache", "/pause"])
 def test_development_routes_are_shut(base_url: str, path: str) -> None:
-    assert httpx.post(base_url.removesuffix("/v1") + path, json={}).status_code == 404
+    assert post(base_url.removesuffix("/v1") + path, {}).status_code == 404
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -151,7 +150,7 @@ def test_an_id_that_is_none_is_refused_and_harms_nobody(
     base_url: str, served: Any, daemon: Daemon, token: object
 ) -> None:
     with unharmed(daemon):
-        answer = httpx.post(f"{base_url}/completions", json={"model": served.id, "prompt": [5, token], "max_tokens": 2})
+        answer = post(f"{base_url}/completions", {"model": served.id, "prompt": [5, token], "max_tokens": 2})
         assert answer.status_code == 400
 
 
@@ -171,12 +170,12 @@ def test_empty_and_impossible_requests_are_refused(
     base_url: str, served: Any, daemon: Daemon, path: str, body: dict[str, Any]
 ) -> None:
     with unharmed(daemon):
-        answer = httpx.post(f"{base_url}/{path}", json={"model": served.id, "max_tokens": 2, **body})
+        answer = post(f"{base_url}/{path}", {"model": served.id, "max_tokens": 2, **body})
         assert answer.status_code == 400
         assert answer.json()["error"]["message"]
 
 
 def test_a_version_that_never_comes_is_a_typed_503(base_url: str, served: Any) -> None:
     body = {"model": served.id, "messages": [USER], "min_version": 2**60, "wait_seconds": 0.1}
-    answer = httpx.post(f"{base_url}/chat/completions", json=body)
+    answer = post(f"{base_url}/chat/completions", body)
     assert (answer.status_code, answer.json()["error"]["type"]) == (503, "version_unavailable")

@@ -9,7 +9,7 @@ import openai
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tests.http.chats import USER, WEATHER_TOOL, Streamed, all_ids, ask, prompt_ids
+from tests.http.chats import USER, WEATHER_TOOL, Streamed, all_ids, ask, post, prompt_ids
 from tests.tiny_tokenizer import EOS_TOKEN_IDS
 
 CREATIVE = {"temperature": 1.0, "max_tokens": 8}
@@ -23,7 +23,7 @@ def rendered(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]])
 
 
 def tokenized(base_url: str, **body: Any) -> httpx.Response:
-    return httpx.post(base_url.removesuffix("/v1") + "/tokenize", json=body)
+    return post(base_url.removesuffix("/v1") + "/tokenize", body)
 
 
 def test_messages_sent_back_as_they_came_keep_their_tokens(client: openai.OpenAI, served: Any) -> None:
@@ -144,7 +144,7 @@ def test_chat_and_tokenize_agree(client: openai.OpenAI, served: Any, base_url: s
     else:
         turn |= {"prompt_token_ids": prompt_ids(first), "token_ids": first.choices[0].token_ids}
     body = {"model": served.id, "messages": [USER, turn, MORE], **extra}
-    chat = httpx.post(f"{base_url}/chat/completions", json={**body, "max_tokens": 1}).json()
+    chat = post(f"{base_url}/chat/completions", {**body, "max_tokens": 1}).json()
     assert chat["prompt_token_ids"] == tokenized(base_url, **body).json()["tokens"]
     assert chat["prompt_token_ids"][: len(all_ids(first))] == all_ids(first)
 
@@ -180,7 +180,7 @@ def test_the_prefix_of_another_conversation_is_a_conflict(
     earlier = rendered(tokenizer, [USER]) + tokenizer.encode("daemon<|im_end|>")
     body = {"model": served.id, "messages": messages, "required_prefix_token_ids": earlier}
     url = f"{base_url}/chat/completions" if path == "chat" else base_url.removesuffix("/v1") + "/tokenize"
-    answer = httpx.post(url, json=body)
+    answer = post(url, body)
     assert (answer.status_code, answer.json()["error"]["type"]) == (409, "prefix_mismatch")
     assert answer.headers["x-should-retry"] == "false"
 

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from refit_trainer import Daemon
 from tests.conftest import load_seed
-from tests.http.chats import USER, Streamed, ask
+from tests.http.chats import USER, Streamed, ask, get, post
 from tests.markov import follows, make_markov
 
 BLOCK_TOKENS = 128
-LONG = 200
+LONG = 120
 SAMPLES = 48
 LONG_ANSWER = {"max_tokens": LONG, "ignore_eos": True}
 
@@ -89,9 +89,9 @@ def always_asking(base_url: str, model_id: str) -> Iterator[list[Any]]:
     enough = threading.Event()
 
     def ask_on() -> None:
-        body = {"model": model_id, "messages": [USER], "n": 3, "temperature": 0.0, **LONG_ANSWER}
+        body = {"model": model_id, "messages": [USER], "n": 2, "max_tokens": 60, "ignore_eos": True}
         while not enough.is_set():
-            answers.append(httpx.post(f"{base_url}/chat/completions", json=body, timeout=120.0).json())
+            answers.append(post(f"{base_url}/chat/completions", body).json())
 
     asking = threading.Thread(target=ask_on)
     asking.start()
@@ -132,7 +132,7 @@ def test_a_refit_that_finishes_requests_first_waits_for_http(
     base_url: str, served: Any, daemon: Daemon, model: PreTrainedModel
 ) -> None:
     with always_asking(base_url, served.id) as answers:
-        for _ in range(4):
+        for _ in range(2):
             daemon.refit(model, policy="finish")
     assert answers
     assert not any(map(is_mixed, answers))
@@ -163,7 +163,7 @@ def test_a_request_waits_for_the_version_it_demands(
 
     def demanding() -> None:
         body = {"model": served.id, "messages": [USER], "max_tokens": 2, "min_version": wanted}
-        answers.append(httpx.post(f"{base_url}/chat/completions", json=body, timeout=60.0).json())
+        answers.append(post(f"{base_url}/chat/completions", body).json())
 
     asking = threading.Thread(target=demanding)
     asking.start()
@@ -207,7 +207,7 @@ def test_logprobs_that_are_no_numbers_are_an_error_not_an_answer(
         model.get_output_embeddings().weight.fill_(float("nan"))
     daemon.refit(model)
     body = {"model": served.id, "messages": [USER], "max_tokens": 4}
-    plain = httpx.post(f"{base_url}/chat/completions", json=body)
+    plain = post(f"{base_url}/chat/completions", body)
     assert (plain.status_code, plain.json()["error"]["type"]) == (500, "not_a_number")
     with pytest.raises(openai.APIError) as error:
         list(client.chat.completions.create(model=served.id, messages=[USER], max_tokens=4, stream=True))
@@ -237,5 +237,5 @@ def test_the_request_of_a_client_that_left_leaves_the_engine(
 
 
 def vllm_figure(base_url: str, name: str) -> float:
-    lines = httpx.get(base_url.removesuffix("/v1") + "/metrics").text.splitlines()
+    lines = get(base_url.removesuffix("/v1") + "/metrics").text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name + "{"))

@@ -1,0 +1,36 @@
+"""One HTTP request while vLLM's app works on it, and how the code that vLLM calls back finds it."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from refitd.exact_chat import Messages
+from refitd.http_trace import Trace
+from refitd.prefix import EarlierTokens
+
+
+@dataclass
+class HttpCall:
+    """One request on its way through vLLM's app. `messages` are as sent: vLLM's own copies can be read only once."""
+
+    request: Any
+    messages: Messages
+    earlier: EarlierTokens | None
+    min_version: int | None
+    wait_seconds: float | None
+    generates: bool
+    trace: Trace = field(default_factory=Trace)
+    prefix_mismatch: str | None = None
+    resolved: dict[str, object] = field(default_factory=dict)
+
+    def report(self) -> dict[str, object]:
+        prefix = (
+            None if self.earlier is None else {"tokens": len(self.earlier.token_ids), "mismatch": self.prefix_mismatch}
+        )
+        return {**self.resolved, "prefix": prefix}
+
+
+# vLLM calls back in the task of the request, or in a copy of its context.
+current_call: ContextVar[HttpCall | None] = ContextVar("refitd_http_call", default=None)
