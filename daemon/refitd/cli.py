@@ -47,7 +47,7 @@ def serve(
     """Starts the engine and serves until SIGTERM."""
     from refitd.app import ExitCode
     from refitd.app import serve as serve_app
-    from refitd.config import Config, ConfigError, load_config
+    from refitd.config import ConfigError, load_config
 
     def load() -> Config:
         return load_config(_flags(model, endpoint, settings or []), config)
