@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +30,14 @@ liveness_timeout_seconds = 5.0
 [shutdown]
 drain_seconds = 3.0
 """
-# Without its own cache, vLLM would inspect the model's architecture anew in every run.
+# With the caches of the machine: in empty ones vLLM would inspect the model and torch compile its headers in every run.
 DROP_IN = """\
 [Service]
 RestartSec=100ms
 WatchdogSec={watchdog_seconds}
 TimeoutAbortSec=1
-ReadWritePaths={cache}
-Environment=VLLM_CACHE_ROOT={cache} HF_HUB_OFFLINE=1 {variables}
+ReadWritePaths={vllm} {inductor}
+Environment=VLLM_CACHE_ROOT={vllm} TORCHINDUCTOR_CACHE_DIR={inductor} HF_HUB_OFFLINE=1 {variables}
 """
 
 
@@ -131,10 +133,13 @@ def idle_service(systemd: BootedSystemd, model_path: Path) -> Service:
 
 
 def _add_drop_ins(units: Path) -> None:
-    cache = Path(os.environ.get("VLLM_CACHE_ROOT", Path.home() / ".cache" / "vllm"))
-    cache.mkdir(parents=True, exist_ok=True)
+    vllm = Path(os.environ.get("VLLM_CACHE_ROOT", Path.home() / ".cache" / "vllm"))
+    of_the_user = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    inductor = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", of_the_user))
+    for cache in (vllm, inductor):
+        cache.mkdir(parents=True, exist_ok=True)
     # Coverage and the like must reach the daemon, whose environment systemd makes from nothing.
     variables = " ".join(f"{name}={os.environ[name]}" for name in ("PYTHONPATH",) if name in os.environ)
     for unit, watchdog_seconds in (("refitd.service", 60), ("refitd@.service", 10)):
-        content = DROP_IN.format(cache=cache, variables=variables, watchdog_seconds=watchdog_seconds)
+        content = DROP_IN.format(vllm=vllm, inductor=inductor, variables=variables, watchdog_seconds=watchdog_seconds)
         (units / f"{unit}.d" / "zz-tests.conf").write_text(content)
