@@ -48,7 +48,7 @@ from refitd import log as logging_setup
 from refitd.commit import Commit
 from refitd.config import RELOADABLE, Config, ConfigError, fixed_changes
 from refitd.doctor.devices import read_gpus, visible_uuids
-from refitd.endpoint import EndpointError, EndpointLock
+from refitd.endpoint import Endpoint, EndpointError, take_endpoint
 from refitd.engine import Engine, EngineInfo, StartupError, engine_environment
 from refitd.gate import Gate
 from refitd.generation import Generation
@@ -95,10 +95,8 @@ def serve(config: Config, environment: MutableMapping[str, str], reload: Reload,
     for name, value in engine_environment(config).items():
         environment.setdefault(name, value)
     parent_death.export(environment)
-    path = socket_path(config.endpoint)
-    assert path is not None, "the configuration admits ipc endpoints only"
     try:
-        lock = EndpointLock(path, config.server)
+        lock = take_endpoint(config)
     except EndpointError as error:
         log.error(str(error))
         return ExitCode.CONFIGURATION
@@ -106,7 +104,7 @@ def serve(config: Config, environment: MutableMapping[str, str], reload: Reload,
         _settle_orphans(config, environment, replace=replace)
         reserved = reserve_socket(config.http.host, config.http.port) if config.http.enabled else None
         return uvloop.run(App(config, lock, reserved, Notifier(environment), reload).run())
-    except HttpBindError as error:
+    except (EndpointError, HttpBindError) as error:
         log.error(str(error))
         return ExitCode.CONFIGURATION
     except StartupError as error:
@@ -134,7 +132,7 @@ class App:
     def __init__(
         self,
         config: Config,
-        lock: EndpointLock,
+        lock: Endpoint,
         reserved: socket.socket | None,
         notifier: Notifier,
         reload: Reload,
@@ -150,7 +148,7 @@ class App:
         self._tasks: set[asyncio.Task[Any]] = set()
         self.gate = Gate(config.refit.gate_wait_seconds, config.refit.max_waiting_requests)
         self.engine = Engine(config)
-        self.sessions = Sessions(config.server, epoch)
+        self.sessions = Sessions(config.server, epoch, local=socket_path(config.endpoint) is not None)
         self.commit = Commit(config.refit, self.engine, self.gate)
         self.refit = Refit(config, self.engine, self.gate, self.commit, epoch)
         self.generation = Generation(config, self.engine, self.gate)

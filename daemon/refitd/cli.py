@@ -128,6 +128,24 @@ def doctor(
     sys.exit(1 if any_failed(findings) else 0)
 
 
+@app.command()
+def keygen(
+    directory: Annotated[Path, typer.Argument(help="Where the two files go; made with mode 0700 where it is missing.")],
+    name: Annotated[str, typer.Option(help="Of the files: NAME.key (public) and NAME.key_secret.")] = "refitd",
+) -> None:
+    """Makes a pair of CURVE keys, for a daemon or for a client that connects over TCP."""
+    from refitd.app import ExitCode
+    from refitd.curve import write_keys
+    from refitd.endpoint import EndpointError
+
+    try:
+        public, secret = write_keys(directory, name)
+    except (EndpointError, OSError) as error:
+        _fail(str(error), ExitCode.CONFIGURATION)
+    typer.echo(f"public key: {public} (a client's goes into the daemon's server.curve_clients directory)")
+    typer.echo(f"secret key: {secret} (keep it where it is used; a daemon's is server.curve_secret_key)")
+
+
 def _subject(model: str | None, endpoint: str | None, file: Path | None) -> Subject:
     """With a configuration file: exactly what a daemon started with it would use."""
     from refitd.config import load_config

@@ -7,9 +7,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -59,10 +59,16 @@ class EngineConfig(Section):
 
 
 class ServerConfig(Section):
-    """The socket and what clients may do with it. `socket_group` lets one more group in, with mode 0660."""
+    """The socket and what clients may do with it. `socket_group` lets one more group in, with mode 0660.
+
+    A tcp endpoint needs `curve_secret_key`, the daemon's own, and `curve_clients`, a directory with the public keys of
+    those who may connect.
+    """
 
     socket_mode: int = Field(default=0o600, ge=0, le=0o770)
     socket_group: str | None = None
+    curve_secret_key: Path | None = None
+    curve_clients: Path | None = None
     lease_seconds: float = Field(default=30.0, gt=0)
     min_lease_seconds: float = Field(default=0.2, gt=0)
     max_lease_seconds: float = Field(default=600.0, gt=0)
@@ -159,12 +165,17 @@ class Config(BaseSettings):
             raise ValueError("http.enabled needs engine.tokenizer")
         return self
 
-    @field_validator("endpoint")
-    @classmethod
-    def _endpoint_can_be_bound(cls, endpoint: str) -> str:
-        if socket_path(endpoint) is None:
-            raise ValueError(f"endpoint {endpoint!r}: only ipc:// is served without CURVE keys")
-        return endpoint
+    @model_validator(mode="after")
+    def _endpoint_can_be_bound(self) -> Self:
+        over_tcp = self.endpoint.startswith("tcp://")
+        if socket_path(self.endpoint) is None and not over_tcp:
+            raise ValueError(f"endpoint {self.endpoint!r}: only ipc:// and, with CURVE keys, tcp:// are served")
+        if over_tcp and (self.server.curve_secret_key is None or self.server.curve_clients is None):
+            raise ValueError(
+                f"endpoint {self.endpoint!r}: tcp:// needs server.curve_secret_key and server.curve_clients "
+                "(refitd keygen makes keys)"
+            )
+        return self
 
     @classmethod
     def settings_customise_sources(
@@ -225,4 +236,5 @@ def _one_line(error: ValidationError) -> str:
         return f"unknown setting {where!r}: remove it or correct its name (docs/configuration.md lists all)"
     if first["type"] == "missing":
         return f"setting {where!r} is missing: give it by flag, environment or configuration file"
-    return f"setting {where!r}: {first['msg'].removeprefix('Value error, ')}"
+    reason = first["msg"].removeprefix("Value error, ")
+    return f"setting {where!r}: {reason}" if where else reason

@@ -11,11 +11,22 @@ import os
 import stat
 from pathlib import Path
 
-from refitd.config import ServerConfig
+from refit_protocol.endpoint import socket_path
+from refitd.config import Config, ServerConfig
 
 
 class EndpointError(Exception):
     """The endpoint cannot be taken; one line for the operator."""
+
+
+class TcpEndpoint:
+    """The kernel keeps a second daemon from the port; who connects is decided by keys."""
+
+    def admit_group(self) -> None:
+        return None
+
+    def release(self) -> None:
+        return None
 
 
 class EndpointLock:
@@ -42,6 +53,20 @@ class EndpointLock:
         """Removes the socket and gives the lock up."""
         self.path.unlink(missing_ok=True)
         os.close(self._lock)
+
+
+Endpoint = EndpointLock | TcpEndpoint
+
+
+def take_endpoint(config: Config) -> Endpoint:
+    """Raises `EndpointError`."""
+    path = socket_path(config.endpoint)
+    if path is not None:
+        return EndpointLock(path, config.server)
+    from refitd.curve import check_keys
+
+    check_keys(config.server)
+    return TcpEndpoint()
 
 
 def _prepare_directory(directory: Path, *, shared: bool) -> None:

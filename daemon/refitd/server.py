@@ -24,6 +24,8 @@ from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import Command, Failed, GetStatus, Hello, ReplyHeader, RequestHeader
 from refit_protocol.states import SessionEvent
 from refitd.config import ServerConfig
+from refitd.curve import CurveAccess
+from refitd.endpoint import EndpointError
 from refitd.peers import ROOT
 from refitd.sessions import Answer, Call, Session, Sessions
 
@@ -78,6 +80,7 @@ class Server:
         self._limits = CodecLimits(header_bytes=config.max_header_bytes, blob_bytes=config.max_message_bytes)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        self._curve: CurveAccess | None = None
         self._backlogs: dict[bytes, Backlog] = {}
         self._receive_scheduled = False
         self._retry: asyncio.TimerHandle | None = None
@@ -98,10 +101,13 @@ class Server:
         socket.set(zmq.LINGER, LINGER_MILLISECONDS)
         socket.set(zmq.HEARTBEAT_IVL, ZMQ_HEARTBEAT_MILLISECONDS)
         socket.set(zmq.HEARTBEAT_TIMEOUT, ZMQ_HEARTBEAT_TIMEOUT_MILLISECONDS)
-        self._admit_users(endpoint)
+        self._admit_clients(endpoint)
         # A message somewhat over the limit gets a typed error; one far over it loses its connection unread.
         socket.set(zmq.MAXMSGSIZE, 4 * self._config.max_message_bytes)
-        socket.bind(endpoint)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise EndpointError(f"endpoint {endpoint}: {error.strerror}") from None
         asyncio.get_running_loop().add_reader(socket.fileno(), self._receive)
 
     async def flush(self, timeout_seconds: float) -> None:
@@ -116,6 +122,8 @@ class Server:
         if self._retry is not None:
             self._retry.cancel()
         self._socket.close()
+        if self._curve is not None:
+            self._curve.close()
         self._context.term()
 
     def can_send(self, session: Session) -> bool:
@@ -139,9 +147,11 @@ class Server:
         header = ReplyHeader(id=request_id, body=answer.body, last=answer.last)
         self._send_frames(identity, [identity, *via, b"", *encode_reply(header, answer.blobs)])
 
-    def _admit_users(self, endpoint: str) -> None:
-        """The kernel says who connects; the modes of directory and socket are not all that stands between users."""
+    def _admit_clients(self, endpoint: str) -> None:
+        """Over tcp keys decide. Over ipc the kernel says who connects: modes are not all that keeps users apart."""
         if not endpoint.startswith("ipc://"):
+            self._curve = CurveAccess(self._context, self._config)
+            self._curve.secure(self._socket)
             return
         for user in {os.getuid(), ROOT}:
             self._socket.set(zmq.IPC_FILTER_UID, user)
