@@ -82,4 +82,3 @@ def test_a_reload_knows_what_it_cannot_change() -> None:
     before = load_config({"model": "m"}, None)
     after = load_config({"model": "m", "log": {"level": "debug"}, "refit": {"policy": "finish"}}, None)
     assert fixed_changes(before, after) == ["refit"]
-

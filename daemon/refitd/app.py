@@ -179,6 +179,7 @@ class App:
             return ExitCode.CONFIGURATION
         except StartupError as error:
             log.error(str(error))
+            log.debug("why", exc_info=error)
             return ExitCode.STARTUP
         finally:
             await self._end()

@@ -109,16 +109,16 @@ class Engine:
     async def load(self) -> EngineInfo:
         """Raises `StartupError`. Takes from seconds to minutes; the loop stays free."""
         started = time.monotonic()
-        loop = asyncio.get_running_loop()
         try:
-            self._llm = await loop.run_in_executor(self._loader, _start, self._config)
+            self._llm = await asyncio.get_running_loop().run_in_executor(self._loader, _start, self._config)
+            await self._llm.attach(lambda outputs: self.on_step(outputs), lambda error: self.on_death(error))
+            await self._warm_up()
+            self.info = await self._describe(time.monotonic() - started)
         except ConfigError:
             raise
         # vLLM raises whatever its configuration, loaders and child processes raise; the operator needs the reason.
         except Exception as error:
             raise StartupError(f"the engine did not start: {error}") from error
-        await self._llm.attach(lambda outputs: self.on_step(outputs), lambda error: self.on_death(error))
-        self.info = await self._describe(time.monotonic() - started)
         return self.info
 
     async def _describe(self, load_seconds: float) -> EngineInfo:
@@ -194,7 +194,7 @@ class Engine:
             raise ProtocolError(ErrorCode.INVALID_SAMPLING, str(error)) from None
         return compat.detokenizer(self.llm, request) if params.detokenize else None
 
-    async def warm_up(self) -> None:
+    async def _warm_up(self) -> None:
         """One token through the whole engine: what it compiles on first use must not cost the first client seconds."""
         from refitd import compat
 

@@ -71,7 +71,6 @@ class Lifecycle:
 
     async def _load_model(self) -> EngineInfo:
         info = await self._engine.load()
-        await self._engine.warm_up()
         self._sessions.model = info.model
         await self._commit.begin_service()
         for hook in self.on_loaded:

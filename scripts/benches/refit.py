@@ -46,7 +46,7 @@ def measure() -> Iterator[Figure]:
 
 
 def _speed(directory: Path) -> Iterator[Figure]:
-    config = Qwen3Config(**ONE_GIGABYTE)
+    config = Qwen3Config(**ONE_GIGABYTE, architectures=["Qwen3ForCausalLM"])
     config.save_pretrained(directory / "large")
     model = _unwritten_model(config)
     options = ("engine.load_format=dummy", "engine.tokenizer=false")
