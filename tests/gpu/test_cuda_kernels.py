@@ -93,6 +93,10 @@ def reference_digest(route: Route, flat: torch.Tensor) -> int:
         return int((held.ravel() * element_weights(route.tensor, index.ravel())).sum()) & MASK
 
 
+def read(digest: DeviceDigest) -> dict[str, int]:
+    return {key: int(value) & MASK for key, value in digest.begin().items()}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_digests_match_the_protocol(dtype: torch.dtype, device: torch.device) -> None:
     """Every group's sum is the protocol's, for aligned, odd and strided parts of tensors."""
@@ -109,10 +113,10 @@ def test_digests_match_the_protocol(dtype: torch.dtype, device: torch.device) ->
     groups = {key: [(route, flat) for route in found] for key, found in routes.items()}
     digest = DeviceDigest(groups, device)
     expected = {key: sum(reference_digest(route, flat) for route in found) & MASK for key, found in routes.items()}
-    assert digest.read() == expected
-    assert digest.read() == expected, "a second time too"
+    assert read(digest) == expected
+    assert read(digest) == expected, "a second time too"
     flat[299_999:300_000].view(torch.uint8).bitwise_xor_(1)
-    assert digest.read()["whole"] != expected["whole"]
+    assert read(digest)["whole"] != expected["whole"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

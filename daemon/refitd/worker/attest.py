@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,9 +58,14 @@ class SampledComparison:
             grouped[named.copy.source.dtype, named.copy.target.dtype].append((named, ordinals))
         self._pairs = [_SampledPair(group) for group in grouped.values()]
 
-    def check(self) -> None:
-        """Raises `attest_failed` naming tensors whose sampled elements did not arrive."""
-        _require_none([name for pair in self._pairs for name in pair.different()])
+    def begin(self) -> Callable[[], None]:
+        """Enqueues the reads; what is returned raises `attest_failed` naming tensors whose samples did not arrive."""
+        unequal = [pair.unequal() for pair in self._pairs]
+
+        def check() -> None:
+            _require_none([name for pair, mask in zip(self._pairs, unequal, strict=True) for name in pair.names(mask)])
+
+        return check
 
 
 class _SampledPair:
@@ -77,12 +82,16 @@ class _SampledPair:
             [(named.copy.target, flat_index(named.copy.transfer.target, ordinals)) for named, ordinals in sampled]
         )
 
-    def different(self) -> list[str]:
+    def unequal(self) -> torch.Tensor:
+        """Of each sample, whether the two sides differ."""
         given, wanted = self._dtypes
         sent = self._source.bits()
         if given != wanted:
             sent = bits_of(from_bits(sent, given).to(wanted))
-        unequal = sent != self._target.bits()
+        return sent != self._target.bits()
+
+    def names(self, unequal: torch.Tensor) -> list[str]:
+        """The tensors of these samples."""
         if not unequal.any():
             return []
         return sorted(set(self._names[unequal.cpu().numpy()].tolist()))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 
 from refitd.worker.attest import check_every_element, check_finite, check_same
 from refitd.worker.proof import load_and_prove, prove_by_reload
@@ -50,7 +51,7 @@ def require_finite(weights: EngineWeights, source: InplaceSource, compiled: Comp
 
 
 def write(weights: EngineWeights, source: InplaceSource, compiled: CompiledSource) -> CompiledSource:
-    """One pass over the bytes; returns what was done.
+    """One pass over the bytes, which have arrived when `program.wait()` returns; returns what was done.
 
     The first time, vLLM's own loader writes the weights and the plan has to agree with it.
     """
@@ -59,7 +60,7 @@ def write(weights: EngineWeights, source: InplaceSource, compiled: CompiledSourc
         load_and_prove(weights, source, compiled)
         compiled = source.compiled(weights, None)
     else:
-        compiled.program.run()
+        compiled.program.start()
         if compiled.loader_tensors:
             weights.load((name, source.view(name)) for name in compiled.loader_tensors)
         if weights.proven_plan is not weights.plan:
@@ -68,9 +69,17 @@ def write(weights: EngineWeights, source: InplaceSource, compiled: CompiledSourc
     return compiled
 
 
-def attest(compiled: CompiledSource, how: Attest) -> None:
-    """Raises `attest_failed` if the engine's memory does not hold what the source holds."""
-    if how is Attest.SAMPLED:
-        compiled.comparison.check()
-    elif how is Attest.FULL:
-        check_every_element(compiled.copies)
+def begin_attest(compiled: CompiledSource, how: Attest) -> Callable[[], None]:
+    """Enqueues the comparison; what is returned raises `attest_failed` if the engine does not hold what the source
+    holds."""
+    match how:
+        case Attest.OFF:
+            return _nothing_to_check
+        case Attest.SAMPLED:
+            return compiled.comparison.begin()
+        case Attest.FULL:
+            return partial(check_every_element, compiled.copies)
+
+
+def _nothing_to_check() -> None:
+    return None

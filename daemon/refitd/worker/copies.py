@@ -49,7 +49,12 @@ class CopyProgram:
         ]
 
     def run(self) -> None:
-        """Returns when every byte has arrived."""
+        self.start()
+
+    def wait(self) -> None:
+        """`start` has already waited for its threads."""
+
+    def start(self) -> None:
         chunks = iter(self._chunks)
         futures = [_threads().submit(_copy_all, chunks) for _ in range(self._helpers)]
         try:

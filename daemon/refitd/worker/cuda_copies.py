@@ -38,15 +38,23 @@ class DeviceCopies:
         self._count = len(table)
         self._table = torch.from_numpy(table.view(np.int64)).to(copies[0].target.device)
         self._device = copies[0].target.device
+        self._arrived = torch.cuda.Event()
 
     def run(self) -> None:
-        """Returns when every byte has arrived; work that was enqueued before on this stream goes first."""
+        self.start()
+        self.wait()
+
+    def wait(self) -> None:
+        self._arrived.synchronize()
+
+    def start(self) -> None:
+        """Work that was enqueued before on this stream goes first."""
         with torch.cuda.device(self._device), torch.no_grad():
             if self._count:
                 launch("copy_chunks", self._count, COPY_THREADS, self._table)
             for target, source in self._others:
                 target.copy_(source, non_blocking=True)
-            torch.cuda.current_stream().synchronize()
+            self._arrived.record()
 
 
 def _is_tabled(copy: Copy, runs: Runs) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from refit_protocol.digest import LANES, MASK, lane_weights, name_salt
+from refit_protocol.digest import LANES, lane_weights, name_salt
 from refitd.worker.copies import Copy
 from refitd.worker.cuda_kernels import THREADS, launch, multiprocessors
 from refitd.worker.plan import Route
@@ -34,14 +34,13 @@ class _Run:
 
 
 class DeviceDigest:
-    """The full digest of groups of routes. Tables are made once; `read` costs one pass over the bytes."""
+    """The full digest of groups of routes. Tables are made once; a digest costs one pass over the bytes."""
 
     def __init__(self, groups: Mapping[str, Sequence[tuple[Route, torch.Tensor]]], device: torch.device) -> None:
         """Each route comes with the flat parameter it goes to."""
         self._keys = list(groups)
         self._device = device
         self._lanes = torch.from_numpy(lane_weights().copy()).to(device)
-        self._sums = torch.zeros(len(groups), dtype=torch.int64, device=device)
         rows: dict[int, list[NDArray[np.void]]] = defaultdict(list)
         for number, routes in enumerate(groups.values()):
             for route, flat in routes:
@@ -49,13 +48,13 @@ class DeviceDigest:
                 rows[width] += [_rows(run, width, salt, number) for run in _route_runs(route, flat)]
         self._tables = [_Table(width, np.concatenate(found), device) for width, found in rows.items()]
 
-    def read(self) -> dict[str, int]:
-        """By group, modulo 2^64."""
+    def begin(self) -> dict[str, torch.Tensor]:
+        """By group, modulo 2^64; enqueued."""
         with torch.cuda.device(self._device):
-            self._sums.zero_()
+            sums = torch.zeros(len(self._keys), dtype=torch.int64, device=self._device)
             for table in self._tables:
-                table.run(self._lanes, self._sums)
-        return {key: value & MASK for key, value in zip(self._keys, self._sums.tolist(), strict=True)}
+                table.run(self._lanes, sums)
+        return dict(zip(self._keys, sums, strict=True))
 
 
 def unequal(copies: Sequence[tuple[str, Copy]], device: torch.device) -> list[str]:

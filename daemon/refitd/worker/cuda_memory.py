@@ -121,6 +121,8 @@ def _release(allocation: _Allocation) -> None:
         return
     del _open_allocations[allocation.handle, allocation.device.index]
     with torch.cuda.device(allocation.device):
+        # A refit that failed half-way may still be reading.
+        torch.cuda.synchronize()
         cupy.cuda.runtime.ipcCloseMemHandle(allocation.address)
 
 

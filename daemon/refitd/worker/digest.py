@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -53,14 +53,17 @@ class DigestReader:
     def parts(self, mode: DigestMode) -> dict[str, str]:
         """The digest of this rank, one part for each set of elements that other ranks may hold too; see
         `combine_parts`."""
-        if mode is DigestMode.SAMPLED:
-            return {key: to_hex(sampled.read()) for key, sampled in self._sampled.items()}
-        return {key: to_hex(value) for key, value in self._full().items()}
+        return self.begin(mode)()
 
-    def _full(self) -> dict[str, int]:
-        if self._weights.device.type == "cuda":
-            return self._on_device().read()
-        return {key: sum(map(self._route_sum, routes)) for key, routes in self._groups.items()}
+    def begin(self, mode: DigestMode) -> Callable[[], dict[str, str]]:
+        """Enqueues the reads; what is returned gives the parts."""
+        if mode is DigestMode.SAMPLED:
+            sums: Mapping[str, torch.Tensor | int] = {key: part.begin() for key, part in self._sampled.items()}
+        elif self._weights.device.type == "cuda":
+            sums = self._on_device().begin()
+        else:
+            sums = {key: sum(map(self._route_sum, routes)) for key, routes in self._groups.items()}
+        return lambda: {key: to_hex(int(value)) for key, value in sums.items()}
 
     def _route_sum(self, route: Route) -> int:
         return route_sum(route, self._weights.flat(route.parameter))
@@ -149,8 +152,9 @@ class _SampledSum:
         ]
         self._factors = _to_device(np.concatenate(factors or [np.empty(0, dtype=np.int64)]), weights.device)
 
-    def read(self) -> int:
-        return int((self._gather.bits() * self._factors).sum()) & MASK
+    def begin(self) -> torch.Tensor:
+        """Modulo 2^64, on its way."""
+        return (self._gather.bits() * self._factors).sum()
 
 
 def _groups(weights: EngineWeights, routes: Iterable[Route]) -> Mapping[str, list[Route]]:

@@ -7,7 +7,7 @@ this module before the model loads. Arguments and answers are message-pack nativ
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -47,6 +47,9 @@ class _State:
     def before_write(self) -> None:
         """Whoever still reads the weights as they are is waited for."""
         self.keeper.wait(KEEP_TIMEOUT_SECONDS)
+        if self.weights.device.type == "cuda":
+            # The last step of the engine, on whichever of its streams.
+            torch.cuda.synchronize(self.weights.device)
         self.wrote = True
 
     def inplace(self, source_id: int | str) -> InplaceSource:
@@ -76,15 +79,22 @@ class _State:
         return True
 
     def digest(self, mode: DigestMode) -> dict[str, Any]:
-        if self._digests.plan is not self.weights.plan:
-            self._digests = DigestReader(self.weights)
-        parts = self._digests.parts(mode)
-        return {"digest": combine_parts([parts]), "digest_parts": parts}
+        return _combined(self._reader().parts(mode))
+
+    def begin_digest(self, how: Attest) -> Callable[[], dict[str, Any]]:
+        """Enqueues the reads of `attested_digest`."""
+        if how is Attest.OFF:
+            return lambda: {"digest": None, "digest_parts": {}}
+        parts = self._reader().begin(DigestMode(how.value))
+        return lambda: _combined(parts())
 
     def attested_digest(self, how: Attest) -> dict[str, Any]:
-        if how is Attest.OFF:
-            return {"digest": None, "digest_parts": {}}
-        return self.digest(DigestMode(how.value))
+        return self.begin_digest(how)()
+
+    def _reader(self) -> DigestReader:
+        if self._digests.plan is not self.weights.plan:
+            self._digests = DigestReader(self.weights)
+        return self._digests
 
 
 class RefitWorkerExtension:
@@ -181,9 +191,15 @@ class RefitWorkerExtension:
         clock.lap("validate")
         state.before_write()
         compiled = commit.write(weights, source, compiled)
+        # What can be enqueued behind the copy does not have to wait for it.
+        try:
+            check = commit.begin_attest(compiled, Attest(attest))
+            digest = state.begin_digest(Attest(attest))
+        finally:
+            compiled.program.wait()
         clock.lap("copy")
-        commit.attest(compiled, Attest(attest))
-        digest = state.attested_digest(Attest(attest))
+        check()
+        answer = digest()
         clock.lap("attest")
         state.wrote = False
         return {
@@ -192,7 +208,7 @@ class RefitWorkerExtension:
             "path": compiled.path,
             "loader_tensors": _listed(compiled.loader_tensors),
             "milliseconds": clock.milliseconds,
-            **digest,
+            **answer,
         }
 
     # --- buckets ------------------------------------------------------------------------------------------------------
@@ -329,6 +345,10 @@ def _opened(
         "loader_tensors": _listed(compiled.loader_tensors),
         "bytes": compiled.size_bytes,
     }
+
+
+def _combined(parts: dict[str, str]) -> dict[str, Any]:
+    return {"digest": combine_parts([parts]), "digest_parts": parts}
 
 
 def _keep_status(keeper: Keeper) -> Answer:

@@ -13,8 +13,14 @@ class Program(Protocol):
 
     size_bytes: int
 
+    def start(self) -> None:
+        """Reads that are enqueued afterwards on the same stream see every byte."""
+
+    def wait(self) -> None:
+        """Returns when every byte has arrived; at once if nothing was started."""
+
     def run(self) -> None:
-        """Returns when every byte has arrived."""
+        """Both."""
 
 
 def copy_program(copies: Sequence[Copy]) -> Program:
