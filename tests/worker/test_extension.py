@@ -232,7 +232,7 @@ def test_attest_notices_a_parameter_that_did_not_take_the_bytes(
     """A copy that silently did nothing fails the commit, which has then written."""
     opened.call("refitd_commit", SOURCE)
     trainer.tensors[NORM].add_(1)
-    monkeypatch.setattr("refitd.worker.copies.CopyProgram.run", lambda _program: None)
+    monkeypatch.setattr("refitd.worker.copies.CopyProgram.start", lambda _program: None)
     code, details, wrote = opened.refused("refitd_commit", SOURCE, None, how)
     assert (code, details["tensors"], wrote) == ("attest_failed", [NORM], True)
     assert opened.call("refitd_commit", SOURCE, None, "off")["digest"] is None
@@ -242,7 +242,7 @@ def test_a_failure_while_writing_says_so(opened: LoadedWorker, monkeypatch: pyte
     """The daemon must know that the weights are torn; a later commit that succeeds clears that."""
     opened.call("refitd_commit", SOURCE)
     with monkeypatch.context() as patch:
-        patch.setattr("refitd.worker.copies.CopyProgram.run", lambda _program: 1 / 0)
+        patch.setattr("refitd.worker.copies.CopyProgram.start", lambda _program: 1 / 0)
         code, details, wrote = opened.refused("refitd_commit", SOURCE)
     assert (code, wrote) == ("refit_failed", True)
     assert "ZeroDivisionError" in details["traceback"]
