@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 import threading
@@ -24,17 +23,17 @@ ROUNDS = 30
 SLOW_ROUNDS = 6
 STREAMS = 8
 BUCKET_BYTES = 1 << 30
-LAYERS = int(os.environ.get("REFIT_BENCH_LAYERS", "36"))
 QWEN3_8B = {
     "vocab_size": 151_936,
     "hidden_size": 4096,
     "intermediate_size": 12_288,
-    "num_hidden_layers": LAYERS,
+    "num_hidden_layers": 36,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 128,
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
+    "architectures": ["Qwen3ForCausalLM"],
 }
 ENGINE = (
     "engine.load_format=dummy",

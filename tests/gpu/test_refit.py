@@ -5,48 +5,22 @@ from __future__ import annotations
 import os
 import threading
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from refit_protocol.digest import DigestMode
 from refit_protocol.errors import ErrorCode
 from refit_protocol.states import EngineState
 from refit_trainer import Daemon, NotShareable, RefitdError, Sampling, share_parameters, unshare_parameters
-from refit_trainer.digest import weights_digest
 from tests.canary import unharmed
-from tests.daemon_process import DaemonProcess, running_daemon
-from tests.gpu.conftest import SETTINGS, load_values, trainer_model
+from tests.daemon_process import DaemonProcess
+from tests.gpu.conftest import PROMPT, digest_of, load_values, sampled, trainer_model
 from tests.gpu.peers import peer
 
-PROMPT = [5, 60, 7, 400, 9]
-GREEDY = Sampling(max_tokens=16, temperature=0.0, ignore_eos=True)
 MANY = 300
 FLAT_AFTER = 10
-
-
-def sampled(daemon: Daemon) -> tuple[list[int], list[float]]:
-    sample = daemon.generate_one(PROMPT, GREEDY)
-    return sample.token_ids.tolist(), sample.logprobs.tolist()
-
-
-def digest_of(daemon: Daemon, model: PreTrainedModel) -> str:
-    """What the trainer computes of its own weights, on the CPU."""
-    tensors = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
-    return weights_digest(tensors, daemon.manifest().tensors, DigestMode.FULL)
-
-
-@pytest.fixture(scope="session")
-def fresh(checkpoints: dict[int, Path], short_directory: Path) -> dict[int, tuple[list[int], list[float]]]:
-    """What daemons that were started on each checkpoint generate, before any refit."""
-    found = {}
-    for seed, path in checkpoints.items():
-        with running_daemon(path, short_directory / f"fresh-{seed}", *SETTINGS) as process, process.connect() as daemon:
-            found[seed] = sampled(daemon)
-    return found
 
 
 def test_refits_are_exact_from_a_to_b_and_back(
@@ -234,8 +208,8 @@ def msgspec_replace(exported: object, segment: object) -> object:
     return replace(exported, segment=segment)
 
 
-def test_managed_memory_is_moved_or_refused_with_advice(gpu_daemon: Daemon) -> None:
-    """A module on the CPU and the GPU cannot be shared; the error says so."""
+def test_a_module_on_two_kinds_of_devices_is_refused_with_advice() -> None:
+    """Half of it on the CPU: the error says what is wrong."""
     model = trainer_model(0)
     model.lm_head.to("cpu")
     with pytest.raises(NotShareable, match="one kind of device"):
