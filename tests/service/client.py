@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 
 import msgspec
 
@@ -14,6 +15,7 @@ from refit_trainer import Daemon, RefitdError, Sampling
 
 ENDPOINT = "ipc:///run/refitd/refitd.sock"
 PROMPT = [5, 60, 7, 400, 9]
+STREAMS = 400
 
 
 def say(line: str) -> None:
@@ -39,19 +41,15 @@ def work() -> None:
 
 
 def stream() -> None:
-    """A long generation while the daemon is told to stop: `started`, whether new work is taken, how the old ended."""
+    """More work than the daemon may drain: `started`, whether new work is taken after it began, how the old ended."""
     with Daemon.connect(ENDPOINT) as daemon:
-        # More than the drain allows, a few at a time.
-        deltas = daemon.stream([PROMPT] * 400, Sampling(max_tokens=200, ignore_eos=True))
-        count = len(next(deltas).token_ids)
+        deltas = daemon.stream([PROMPT] * STREAMS, Sampling(max_tokens=200, ignore_eos=True))
+        next(deltas)
         say("started")
         sys.stdin.readline()
         say(refusal_of_new_work(daemon))
-        try:
-            count += sum(len(delta.token_ids) for delta in deltas)
-            say(f"finished {count}")
-        except RefitdError as error:
-            say(f"ended {error.code} {error}")
+        ends = Counter(f"{delta.finish_reason} {delta.error}" for delta in deltas if delta.finish_reason)
+        say(msgspec.json.encode(ends).decode())
 
 
 def refusal_of_new_work(daemon: Daemon) -> str:
