@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import time
@@ -95,6 +96,7 @@ def serve(config: Config, environment: MutableMapping[str, str], reload: Reload,
     for name, value in engine_environment(config).items():
         environment.setdefault(name, value)
     parent_death.export(environment)
+    raise_descriptor_limit()
     try:
         lock = take_endpoint(config)
     except EndpointError as error:
@@ -124,6 +126,12 @@ def _settle_orphans(config: Config, environment: MutableMapping[str, str], *, re
     if left := orphans.end(found):
         raise StartupError(f"could not end {', '.join(str(orphan) for orphan in left)}")
     orphans.mark(environment, config.runtime_directory, gpus)
+
+
+def raise_descriptor_limit() -> None:
+    """Every session takes two descriptors, its connection and its pidfd; the usual soft limit is 1024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class App:

@@ -69,7 +69,7 @@ class ServerConfig(Section):
     socket_group: str | None = None
     curve_secret_key: Path | None = None
     curve_clients: Path | None = None
-    lease_seconds: float = Field(default=30.0, gt=0)
+    lease_seconds: float = Field(default=60.0, gt=0)
     min_lease_seconds: float = Field(default=0.2, gt=0)
     max_lease_seconds: float = Field(default=600.0, gt=0)
     max_sessions: int = Field(default=2000, gt=0)

@@ -99,8 +99,6 @@ class Server:
         socket.set(zmq.ROUTER_HANDOVER, 1)
         socket.set(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
         socket.set(zmq.LINGER, LINGER_MILLISECONDS)
-        socket.set(zmq.HEARTBEAT_IVL, ZMQ_HEARTBEAT_MILLISECONDS)
-        socket.set(zmq.HEARTBEAT_TIMEOUT, ZMQ_HEARTBEAT_TIMEOUT_MILLISECONDS)
         self._admit_clients(endpoint)
         # A message somewhat over the limit gets a typed error; one far over it loses its connection unread.
         socket.set(zmq.MAXMSGSIZE, 4 * self._config.max_message_bytes)
@@ -152,6 +150,9 @@ class Server:
         if not endpoint.startswith("ipc://"):
             self._curve = CurveAccess(self._context, self._config)
             self._curve.secure(self._socket)
+            # A host that vanishes says nothing; a local process that ends closes its sockets.
+            self._socket.set(zmq.HEARTBEAT_IVL, ZMQ_HEARTBEAT_MILLISECONDS)
+            self._socket.set(zmq.HEARTBEAT_TIMEOUT, ZMQ_HEARTBEAT_TIMEOUT_MILLISECONDS)
             return
         for user in {os.getuid(), ROOT}:
             self._socket.set(zmq.IPC_FILTER_UID, user)
@@ -161,13 +162,15 @@ class Server:
     # --- receiving ----------------------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        self._receive_scheduled = False
-        for _ in range(RECEIVE_BATCH):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._take(frames)
+        # Answers that are sent meanwhile need not schedule anything: the socket is looked at after each.
+        self._receive_scheduled = True
+        try:
+            for _ in range(RECEIVE_BATCH):
+                self._take(self._socket.recv_multipart(zmq.NOBLOCK))
+        except zmq.Again:
+            return
+        finally:
+            self._receive_scheduled = False
         self._schedule_receive()
 
     def _schedule_receive(self) -> None:
