@@ -368,6 +368,7 @@ class App:
         """Last replies go out, then sessions, engine and socket go, in this order."""
         self._notifier.stopping()
         await self._finish_requests()
+        await self.server.flush(LAST_REPLIES_SECONDS)
         if self.http is not None:
             await self.http.stop(grace_seconds=1.0)
         await self.sessions.close_all()
@@ -376,7 +377,6 @@ class App:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.server.flush(LAST_REPLIES_SECONDS)
         self.engine.stop()
         orphans.forget(self._config.runtime_directory)
         self.server.close()
@@ -385,7 +385,7 @@ class App:
     async def _finish_requests(self) -> None:
         """Requests that have been ended get a moment to say so."""
         if self.server.tasks:
-            await asyncio.wait(set(self.server.tasks), timeout=1.0)
+            await asyncio.wait(set(self.server.tasks), timeout=LAST_REPLIES_SECONDS)
         for task in list(self.server.tasks):
             task.cancel()
         await asyncio.gather(*self.server.tasks, return_exceptions=True)

@@ -57,7 +57,11 @@ def serve(
         _check_model(loaded)
     except ConfigError as error:
         _fail(str(error), ExitCode.CONFIGURATION)
-    sys.exit(serve_app(loaded, os.environ, load, replace=replace))
+    code = serve_app(loaded, os.environ, load, replace=replace)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All is stopped and released; taking torch and vLLM down module by module would only cost seconds.
+    os._exit(code)
 
 
 @app.command()

@@ -265,7 +265,7 @@ class Engine:
 def _start(config: Config) -> StampedLLM:
     from refitd import compat
 
-    arguments = _engine_arguments(config)
+    arguments = engine_arguments(config)
     unknown = sorted(set(arguments) - compat.engine_argument_names())
     if unknown:
         raise ConfigError(f"engine.extra: vLLM {compat.VLLM_VERSION} has no engine argument {', '.join(unknown)}")
@@ -274,7 +274,7 @@ def _start(config: Config) -> StampedLLM:
     return llm
 
 
-def _engine_arguments(config: Config) -> dict[str, Any]:
+def engine_arguments(config: Config) -> dict[str, Any]:
     engine = config.engine
     optional = {
         "max_model_len": engine.max_model_len,

@@ -29,6 +29,9 @@ if current_platform.is_cpu():
 def apply_cpu_patches() -> None:
     """Does nothing on other devices; may be called again."""
     if current_platform.is_cpu():
+        # vLLM's attention kernels use AMX where the CPU has it, but ask the system for it only in compiled mode:
+        # without this an eager bf16 engine can end with SIGILL.
+        torch.cpu._init_amx()
         _replace(utils, "dispatch_cpu_unquantized_gemm", _keep_linear_plain)
         _replace(CPUUnquantizedExperts, "process_weights_after_loading", _keep_experts_plain)
         _replace(CPUUnquantizedExperts, "apply", _apply_packed_experts)
