@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ PROMPT_TEXT = ",".join(map(str, PROMPT))
 
 
 @pytest.fixture(scope="module")
-def node_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def node_client(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example with its packages; skips where Node or the packages cannot be had."""
     if shutil.which("node") is None or shutil.which("npm") is None:
         pytest.skip("Node.js is not installed")
@@ -51,7 +50,7 @@ def node_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         pytest.skip("npm install did not end: no network?")
     if installed.returncode:
         pytest.skip(f"npm install failed: {installed.stderr[-200:]}")
-    yield directory
+    return directory
 
 
 def run(client: Path, *arguments: str) -> list[Any]:
