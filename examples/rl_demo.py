@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 from weekdays import policy, task, verdict
@@ -31,7 +32,7 @@ from weekdays.child_daemon import DaemonFailed, running_daemon
 from weekdays.display import RunTable, save_picture
 from weekdays.verdict import StepRecord, WrongWeights
 
-from refit_trainer import Daemon, Sample, Sampling, share_parameters
+from refit_trainer import Daemon, RefitdError, Sample, Sampling, share_parameters
 
 STEPS = 50
 SAMPLES_PER_PROMPT = 64
@@ -48,6 +49,7 @@ ENGINE_SETTINGS = [
     "engine.cpu_kv_cache_gib=1",
 ]
 
+PICTURE = Path(__file__).parents[1] / "out" / "rl_demo.png"
 WIDTH_OF_A_LOG = 100
 
 Show = Callable[[StepRecord, Sample], None]
@@ -147,7 +149,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, default=STEPS, metavar="N", help=f"training steps ({STEPS})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what each step measured to FILE")
     parser.add_argument(
-        "--picture", type=Path, default=Path("out/rl_demo.png"), metavar="FILE", help="curves as PNG (%(default)s)"
+        "--picture", type=Path, default=PICTURE, metavar="FILE", help="save the curves as a PNG there (%(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random weights (0)")
     return parser.parse_args(arguments)
@@ -171,8 +173,8 @@ def main(arguments: Sequence[str]) -> int:
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH_OF_A_LOG)
     try:
         records = run(options, console)
-    except (DaemonFailed, WrongWeights) as error:
-        console.print(f"[bold red]failed:[/] {error}")
+    except (DaemonFailed, RefitdError, WrongWeights) as error:
+        console.print("[bold red]failed:[/]", escape(str(error)))
         return 1
     except KeyboardInterrupt:
         return 130
@@ -186,7 +188,7 @@ def main(arguments: Sequence[str]) -> int:
 def report_verdict(records: Sequence[StepRecord], goal: float | None, console: Console) -> int:
     found = verdict.failures(records, goal)
     for failure in found:
-        console.print(f"[bold red]failed:[/] {failure}")
+        console.print("[bold red]failed:[/]", failure)
     if not found:
         console.print("[bold green]The reward rose, and at every step the engine ran exactly the trainer's weights.[/]")
     return 1 if found else 0

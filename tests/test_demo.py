@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from examples.weekdays import policy, task, verdict
 from examples.weekdays.child_daemon import endpoint_in
 from examples.weekdays.verdict import StepRecord, WrongWeights
+
 from refit_protocol.states import EngineState
 from refit_trainer import Daemon
 
@@ -125,12 +125,9 @@ def test_tokens_of_other_weights_end_the_run(versions: list[int | None]) -> None
 @pytest.mark.slow
 def test_a_short_run_learns_with_the_engine_on_the_trainers_weights(tmp_path: Path) -> None:
     """It exits with 0, so the reward rose and all logprobs agreed; JSON and picture are written; no daemon stays."""
+    options = ["--steps", str(FEW_STEPS), "--json", tmp_path / "run.json", "--picture", tmp_path / "run.png"]
     outcome = subprocess.run(
-        [sys.executable, ROOT / "examples/rl_demo.py", "--steps", str(FEW_STEPS)]
-        + ["--json", tmp_path / "run.json", "--picture", tmp_path / "run.png"],
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, ROOT / "examples/rl_demo.py", *options], capture_output=True, text=True, check=False
     )
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     steps = json.loads((tmp_path / "run.json").read_text())["steps"]
