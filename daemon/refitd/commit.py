@@ -79,9 +79,7 @@ class Commit:
         deadline_seconds: float,
         partial: bool,
     ) -> Ticket:
-        """Raises what makes a refit impossible from the start: the state, the version, a partial one on torn
-        weights.
-        """
+        """Raises what makes a refit impossible from the start: state, version, a partial one on torn weights."""
         state = self._gate.state
         if state not in (EngineState.READY, EngineState.TORN, EngineState.ASLEEP):
             raise ProtocolError(*NOT_SERVABLE[state], state=state.value)
@@ -195,9 +193,7 @@ class Commit:
         await self._recover()
 
     async def _recover(self) -> None:
-        """Restores what was kept; without, running requests end with an error: they must not go on with torn
-        weights.
-        """
+        """Restores what was kept; without, running requests end: they must not go on with torn weights."""
         if self._config.keep_last == "host":
             try:
                 await self.restore()

@@ -83,9 +83,7 @@ class Gate:
         self.last_error = LastError(code=error.code, message=error.message, unix_seconds=time.time())
 
     def refusal(self) -> ProtocolError | None:
-        """Why a request that needs weights cannot be served in this state, None where it can, if need be after
-        waiting.
-        """
+        """Why this state cannot serve a request that needs weights; None where it can, now or after a wait."""
         reason = NOT_SERVABLE.get(self.state)
         if reason is None:
             return None

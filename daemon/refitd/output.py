@@ -106,9 +106,7 @@ class Output:
             self.finish("error", error=ErrorCode.NOT_A_NUMBER)
 
     def _take_prompt_logprobs(self, tensors: Any) -> None:
-        """vLLM gives rows for prompt tokens 1..n-1, the token itself in column 0; token 0 gets a row without
-        logprobs.
-        """
+        """vLLM gives rows for prompt tokens 1..n-1, the token itself in column 0; token 0 gets one of NaN."""
         if not self.prompt_top_ids:
             self._take_first_prompt_row(tensors.logprobs.shape[1])
         self.prompt_top_ids += tensors.logprob_token_ids.numpy().astype("int32").tobytes()

@@ -38,9 +38,7 @@ class Power:
         self._order = asyncio.Lock()
 
     async def sleep(self, call: Call) -> AsyncIterator[Answer]:
-        """Running requests finish or are aborted first; `keep` and `recompute` cannot outlive a sleep and are
-        refused.
-        """
+        """Running requests finish or are aborted first; `keep` and `recompute` are refused: KV does not sleep."""
         assert isinstance(call.body, Sleep)
         if call.body.policy not in ("finish", "abort"):
             raise ProtocolError(
