@@ -202,7 +202,7 @@ def fixed_changes(before: Config, after: Config) -> list[str]:
 
 
 def load_config(flags: Mapping[str, Any], file: Path | None) -> Config:
-    """Raises `ConfigError` with one line; `flags`, nested like the file, win over the environment, which wins over it."""
+    """Raises `ConfigError` with one line; `flags`, nested like the file, win over environment and file."""
     if file is not None and not file.is_file():
         raise ConfigError(f"configuration file {file} does not exist")
     source = type("ConfigFromFile", (Config,), {"model_config": SettingsConfigDict(toml_file=file)})
