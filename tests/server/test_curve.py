@@ -17,7 +17,8 @@ import zmq.auth
 
 from refit_protocol.codec import decode_reply, encode_request
 from refit_protocol.errors import ErrorCode
-from refit_protocol.messages import Failed, GetStatus, Heartbeat, Hello, RequestHeader, Welcome
+from refit_protocol.messages import Failed, GetStatus, Goodbye, Heartbeat, Hello, RequestHeader, Welcome
+from refit_trainer import Daemon, DaemonUnreachable
 from refit_trainer.link import CurveKeys, Link, LinkRefusedError
 from refitd.config import Config, ConfigError, ServerConfig, load_config
 from refitd.curve import check_keys, write_keys
@@ -46,7 +47,12 @@ def serving(config: ServerConfig) -> Iterator[str]:
 
     async def run() -> None:
         sessions = Sessions(config, 1, local=False)
-        server = Server(config, sessions, instant={Hello: sessions.hello, Heartbeat: sessions.heartbeat}, lengthy={})
+        server = Server(
+            config,
+            sessions,
+            instant={Hello: sessions.hello, Heartbeat: sessions.heartbeat, Goodbye: sessions.goodbye},
+            lengthy={},
+        )
         server.bind("tcp://127.0.0.1:*")
         endpoints.append(server._socket.get_string(zmq.LAST_ENDPOINT))
         started.set()
@@ -96,6 +102,16 @@ def test_key_on_the_list_is_let_in(keys: ServerConfig, tmp_path: Path) -> None:
     with serving(keys) as endpoint:
         friend = curve_keys(keys, tmp_path / "friend" / "friend.key_secret")
         assert isinstance(asyncio.run(say_hello(endpoint, friend)), Welcome)
+
+
+def test_client_library_connects_with_its_keys(keys: ServerConfig, tmp_path: Path) -> None:
+    """And says what is wrong when the daemon does not know them."""
+    with serving(keys) as endpoint:
+        friend = curve_keys(keys, tmp_path / "friend" / "friend.key_secret")
+        with Daemon.connect(endpoint, curve=friend) as daemon:
+            assert daemon.welcome.protocol_version == 1
+        with pytest.raises(DaemonUnreachable, match="handshake failed"):
+            Daemon.connect(endpoint, curve=curve_keys(keys, tmp_path / "stranger" / "stranger.key_secret"))
 
 
 def test_pid_means_nothing_over_tcp(keys: ServerConfig, tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import zmq
 
 from refit_protocol.codec import MAGIC, decode_reply, encode_request
@@ -208,6 +211,34 @@ def test_killed_stalled_reader_does_not_stop_the_loop(daemon: SmallDaemon, conne
         reader.kill()
         reader.communicate()
     assert connect().ask(GetStatus(), Status).sessions == 0
+
+
+FOREIGNER = """
+import os, sys
+import zmq
+os.setgid(65534)
+os.setuid(65534)
+socket = zmq.Context().socket(zmq.DEALER)
+socket.linger = 0
+monitor = socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+socket.connect(sys.argv[1])
+monitor.recv_multipart()
+monitor.recv_multipart()
+print("let in" if socket.poll(0) else "hung up on", flush=True)
+os._exit(0)
+"""
+
+
+def test_kernel_keeps_other_users_out_even_where_modes_do_not() -> None:
+    """A socket and a directory that somebody opened to all are still closed to another user."""
+    if os.getuid() != 0:
+        pytest.skip("needs root to become another user")
+    with tempfile.TemporaryDirectory() as directory, small_daemon(Path(directory)) as daemon:
+        for path in (Path(directory), Path(directory) / "s"):
+            path.chmod(0o777)
+        command = [sys.executable, "-c", FOREIGNER, daemon.endpoint]
+        foreigner = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert foreigner.stdout == "hung up on\n", foreigner.stderr
 
 
 def test_unary_generation_brings_all_tokens_at_once(daemon: SmallDaemon, connect: Connect) -> None:
