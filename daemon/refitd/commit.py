@@ -116,7 +116,7 @@ class Commit:
             raise
         finally:
             if frozen and self._gate.state is not EngineState.DEAD:
-                await self._engine.thaw()
+                await self._engine.thaw(self._config.deadline_seconds)
         self._gate.sleep = step(SLEEP_TRANSITIONS, self._gate.sleep, _sleep_event(ticket.partial))
         self._gate.refit_ended(EngineEvent.REFIT_COMMITTED)
         await self._keep_last()
@@ -168,7 +168,9 @@ class Commit:
         elif ticket.policy == "abort":
             await self.abort_requests(None)
         if self._gate.running:
-            await self._engine.freeze(clear_cache=ticket.policy == "recompute")
+            await self._engine.freeze(
+                clear_cache=ticket.policy == "recompute", timeout_seconds=ticket.remaining_seconds
+            )
             return True
         return False
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 import structlog
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 WORKER_EXTENSION = "refitd.worker.extension.RefitWorkerExtension"
 
 log = structlog.get_logger()
+
+_Result = TypeVar("_Result")
 
 
 class StartupError(Exception):
@@ -144,17 +146,21 @@ class Engine:
 
         vLLM's own RPC timeout is not used: after it expires every later call gets the answer of the one before.
         """
+        answers = await self._answer(self.llm.collective_rpc(method, args=args), method, timeout_seconds)
+        _raise_worker_error(answers, writes)
+        return list(answers)
+
+    async def _answer(self, work: Awaitable[_Result], what: str, timeout_seconds: float) -> _Result:
+        """Every call to the engine is bounded: one that does not come back means that the engine hangs."""
         try:
             async with asyncio.timeout(timeout_seconds):
-                answers: list[dict[str, Any]] = await self.llm.collective_rpc(method, args=args)
+                return await work
         except TimeoutError:
             error = ProtocolError(
-                ErrorCode.ENGINE_DEAD, f"{method} did not come back within {timeout_seconds:g} s: the engine hangs"
+                ErrorCode.ENGINE_DEAD, f"{what} did not come back within {timeout_seconds:g} s: the engine hangs"
             )
             self.on_death(error)
             raise error from None
-        _raise_worker_error(answers, writes)
-        return answers
 
     async def ping(self, timeout_seconds: float) -> None:
         """An RPC that must come back: `check_health` does not see a dead input thread. Raises TimeoutError."""
@@ -224,16 +230,27 @@ class Engine:
 
     # --- between two versions -----------------------------------------------------------------------------------------
 
-    async def freeze(self, *, clear_cache: bool) -> None:
-        """Stops between two steps, running requests kept; every token made so far has been handed to `on_step`."""
-        await self.llm.freeze(clear_cache=clear_cache)
+    async def freeze(self, *, clear_cache: bool, timeout_seconds: float) -> None:
+        """Stops between two steps, running requests kept; every token made so far has been handed to `on_step`.
 
-    async def thaw(self) -> None:
-        await self.llm.thaw()
+        Raises `engine_error`; the engine then goes on as before.
+        """
+        try:
+            await self._answer(self.llm.freeze(clear_cache=clear_cache), "freezing", timeout_seconds)
+        except ProtocolError:
+            raise
+        # vLLM hands on what its core raised, such as a cache that cannot be reset, as a plain Exception.
+        except Exception as error:
+            await self.thaw(timeout_seconds)
+            raise ProtocolError(ErrorCode.ENGINE_ERROR, f"the engine could not be frozen: {error}") from error
+
+    async def thaw(self, timeout_seconds: float) -> None:
+        await self._answer(self.llm.thaw(), "thawing", timeout_seconds)
 
     async def reset_prefix_cache(self, *, preempt_running: bool) -> None:
         """Raises `cache_not_reset` when vLLM answers that it did not."""
-        if not await self.llm.reset_prefix_cache(reset_running_requests=preempt_running):
+        reset = self.llm.reset_prefix_cache(reset_running_requests=preempt_running)
+        if not await self._answer(reset, "resetting the prefix cache", self._config.refit.deadline_seconds):
             raise ProtocolError(
                 ErrorCode.CACHE_NOT_RESET,
                 "running requests hold blocks of the prefix cache: wait for them or cancel them",
@@ -249,7 +266,9 @@ class Engine:
 
     async def _try(self, work: Awaitable[Any], what: str) -> None:
         try:
-            await work
+            await self._answer(work, what, self._config.refit.deadline_seconds)
+        except ProtocolError:
+            raise
         # vLLM hands on what its workers raised as a plain Exception with their words.
         except Exception as error:
             raise ProtocolError(ErrorCode.ENGINE_ERROR, f"the engine could not {what}: {error}") from error
