@@ -50,7 +50,7 @@ ENGINE_SETTINGS = [
 ]
 
 PICTURE = Path(__file__).parents[1] / "out" / "rl_demo.png"
-WIDTH_OF_A_LOG = 100
+WIDTH_OF_A_LOG = 104
 
 Show = Callable[[StepRecord, Sample], None]
 

@@ -44,10 +44,9 @@ def check_versions(committed: int, versions: Iterable[int | None]) -> None:
 def failures(records: Sequence[StepRecord], goal: float | None) -> list[str]:
     """Why the run is no success, a sentence each; none if it is one. `goal` None asks for no more than a clear rise."""
     found = []
-    disagreeing = [record for record in records if not agrees(record)]
-    if disagreeing:
+    if first_apart := next((record for record in records if not agrees(record)), None):
         found.append(
-            f"step {disagreeing[0].step}: engine and trainer disagree by {disagreeing[0].logprob_abs_diff:.1e} a logprob,"
+            f"step {first_apart.step}: engine and trainer disagree by {first_apart.logprob_abs_diff:.1e} a logprob,"
             f" more than {LARGEST_LOGPROB_DIFFERENCE:.0e}: the engine does not run the trainer's weights"
         )
     first, last = mean_reward(records[:WINDOW_STEPS]), mean_reward(records[-WINDOW_STEPS:])
