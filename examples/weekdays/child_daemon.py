@@ -30,7 +30,7 @@ class DaemonFailed(Exception):  # noqa: N818 - what happened
 
 @contextmanager
 def running_daemon(model_directory: Path, directory: Path, settings: list[str], console: Console) -> Iterator[str]:
-    """The endpoint of a daemon for `model_directory`, which ends with the block or, at the latest, with this process."""
+    """The endpoint of a daemon for `model_directory`, that ends with the block or, at the latest, this process."""
     endpoint, log = endpoint_in(directory), directory / "refitd.log"
     process = start(model_directory, directory, settings, log)
     try:
