@@ -11,24 +11,26 @@ an exact border between two versions: `drain_outputs` returns only when every to
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import fields
 from typing import Any
 
+import msgspec
 import vllm
 import vllm.exceptions
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
-from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import IterationStats
 
-from refit_protocol.messages import ModelInfo, Sampling
+from refit_protocol.messages import ModelInfo, Sampling, StructuredOutputs
 
 VLLM_VERSION: str = vllm.__version__
 # From 0.30 on vLLM's refusals of a request are no ValueErrors any more.
@@ -52,10 +54,8 @@ __all__ = [
 ]
 
 
-def vllm_sampling_params(
-    sampling: Sampling, *, max_tokens: int, seed: int | None, stop_token_ids: list[int]
-) -> SamplingParams:
-    """One output's parameters; vLLM refuses bad values with a ValueError that names the field."""
+def vllm_sampling_params(sampling: Sampling, *, max_tokens: int, stop_token_ids: list[int]) -> SamplingParams:
+    """One output's parameters, without its seed; vLLM refuses bad values with a ValueError that names the field."""
     return SamplingParams(
         n=1,
         max_tokens=max_tokens,
@@ -67,7 +67,6 @@ def vllm_sampling_params(
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         repetition_penalty=sampling.repetition_penalty,
-        seed=seed,
         stop=sampling.stop or None,
         stop_token_ids=stop_token_ids or None,
         include_stop_str_in_output=sampling.include_stop_str_in_output,
@@ -77,11 +76,16 @@ def vllm_sampling_params(
         allowed_token_ids=sampling.allowed_token_ids,
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
-        structured_outputs=None if sampling.structured is None else StructuredOutputsParams(**sampling.structured),
+        structured_outputs=None if sampling.structured is None else _structured_outputs(sampling.structured),
         skip_special_tokens=sampling.skip_special_tokens,
         detokenize=sampling.text or bool(sampling.stop),
         output_kind=RequestOutputKind.DELTA,
     )
+
+
+def _structured_outputs(structured: StructuredOutputs) -> StructuredOutputsParams:
+    asked = {name: value for name, value in msgspec.structs.asdict(structured).items() if value not in (None, False)}
+    return StructuredOutputsParams(**asked)
 
 
 def engine_argument_names() -> frozenset[str]:
@@ -113,28 +117,23 @@ class StampedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not checked
         self._tasks = await self.get_supported_tasks()
         self._run_output_handler()
 
-    async def submit(
-        self,
-        request_id: str,
-        token_ids: list[int],
-        params: SamplingParams,
-        *,
-        cache_salt: str,
-        priority: int,
-        lora: LoRARequest | None,
-    ) -> Any:
-        """Validates with vLLM's own input processor and adds the request; its steps then come to the sink."""
-        request = self.input_processor.process_inputs(
-            request_id,
-            {"type": "token", "prompt_token_ids": token_ids, "cache_salt": cache_salt},
+    def prepare(
+        self, token_ids: list[int], params: SamplingParams, *, priority: int, lora: LoRARequest | None
+    ) -> EngineCoreRequest:
+        """Validates with vLLM's own input processor; the request has no id of its own yet: see `numbered`."""
+        return self.input_processor.process_inputs(
+            "prepared",
+            {"type": "token", "prompt_token_ids": token_ids},
             params,
             supported_tasks=self._tasks,
             lora_request=lora,
             priority=priority,
         )
-        self._ours.add(request_id)
+
+    async def submit(self, request: EngineCoreRequest) -> None:
+        """Its steps come to the sink from now on."""
+        self._ours.add(request.request_id)
         await self.engine_core.add_request_async(request)
-        return request
 
     async def withdraw(self, request_ids: list[str]) -> None:
         """No output of these requests reaches the sink any more."""
@@ -252,5 +251,23 @@ def _eos_token_ids(llm: AsyncLLM) -> list[int]:
     return sorted(int(token) for token in ids)
 
 
-def detokenizer(llm: AsyncLLM, request: Any) -> IncrementalDetokenizer:
+def numbered(prepared: EngineCoreRequest, request_id: str, *, seed: int | None, cache_salt: str) -> EngineCoreRequest:
+    """One of the outputs that are sampled from the same prompt."""
+    request = copy.copy(prepared)
+    request.request_id = request_id
+    request.cache_salt = cache_salt
+    request.sampling_params = copy.copy(prepared.sampling_params)
+    request.sampling_params.seed = seed
+    return request
+
+
+def detokenizer(llm: AsyncLLM, request: EngineCoreRequest) -> IncrementalDetokenizer | None:
+    if not request.sampling_params.detokenize:
+        return None
     return IncrementalDetokenizer.from_new_request(llm.tokenizer, request)
+
+
+def returns_routed_experts(llm: AsyncLLM) -> bool:
+    """The setting moved from the model's configuration to one of its own in 0.32."""
+    own = getattr(llm.vllm_config, "aux_output_config", llm.model_config)
+    return bool(getattr(own, "enable_return_routed_experts", False))

@@ -35,7 +35,7 @@ def _append(parts: list[list[bytes]], output: Output, first: int, delta: TokenDe
         parts[2].append(output.top_ids[first * output.top :].tobytes())
         parts[3].append(output.top_logprobs[first * output.top :].tobytes())
     if delta.prompt_top is not None:
-        parts[4].append(output.prompt_top_ids)
-        parts[5].append(output.prompt_top_logprobs)
+        parts[4].append(output.prompt_top_ids.tobytes())
+        parts[5].append(output.prompt_top_logprobs.tobytes())
     if delta.routed_experts is not None:
-        parts[6].append(output.routed_experts.astype("int32").tobytes())
+        parts[6].extend(chunk.astype("int32").tobytes() for chunk in output.routed_experts)

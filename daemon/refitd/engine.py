@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
 import structlog
@@ -56,6 +56,20 @@ class StepOutput(Protocol):
     num_nans_in_logits: int
 
 
+class Detokenizer(Protocol):
+    """vLLM's own, one per output: tokens in, text and stop strings out."""
+
+    def update(self, new_token_ids: list[int], stop_terminated: bool) -> str | None: ...
+
+    def get_next_output_text(self, finished: bool, delta: bool) -> str: ...
+
+    def num_output_tokens(self) -> int: ...
+
+
+# A request in vLLM's form; nobody but `compat` looks into it.
+PreparedRequest: TypeAlias = Any
+
+
 class WorkerError(ProtocolError):
     """What workers answered; `wrote` says that some engine memory may have changed."""
 
@@ -74,6 +88,11 @@ class EngineInfo:
     vllm_version: str
     logprobs_mode: str
     load_seconds: float
+    max_logprobs: int
+    has_tokenizer: bool
+    priorities: bool
+    routed_experts: bool
+    loras: tuple[str, ...]
 
 
 def engine_environment(config: Config) -> dict[str, str]:
@@ -135,6 +154,11 @@ class Engine:
             vllm_version=compat.VLLM_VERSION,
             logprobs_mode=str(model_config.logprobs_mode),
             load_seconds=load_seconds,
+            max_logprobs=self._config.engine.max_logprobs,
+            has_tokenizer=self.llm.tokenizer is not None,
+            priorities=self._config.engine.scheduling_policy == "priority",
+            routed_experts=compat.returns_routed_experts(self.llm),
+            loras=tuple(self._config.engine.loras),
         )
 
     # --- workers ------------------------------------------------------------------------------------------------------
@@ -169,42 +193,46 @@ class Engine:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    async def submit(
+    def prepare(
         self,
-        request_id: str,
         token_ids: list[int],
         sampling: Sampling,
         *,
         max_tokens: int,
-        seed: int | None,
         stop_token_ids: list[int],
-        version: int,
         priority: int,
         lora: str | None,
-    ) -> Any:
-        """Adds one sequence; its steps come to `on_step`. Raises `invalid_sampling` with vLLM's reason.
-
-        The prefix cache is salted with the version, so KV made by other weights is never found, reset or not.
-        Returns a detokenizer for text and stop strings, or None.
-        """
+    ) -> PreparedRequest:
+        """A prompt in vLLM's form, to be submitted once per output. Raises `invalid_sampling` with vLLM's reason."""
         from refitd import compat
 
         try:
-            params = compat.vllm_sampling_params(
-                sampling, max_tokens=max_tokens, seed=seed, stop_token_ids=stop_token_ids
-            )
-            request = await self.llm.submit(
-                request_id, token_ids, params, cache_salt=f"refitd-{version}", priority=priority, lora=self._lora(lora)
-            )
+            params = compat.vllm_sampling_params(sampling, max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+            return self.llm.prepare(token_ids, params, priority=priority, lora=self._lora(lora))
         except compat.REFUSALS as error:
             raise ProtocolError(ErrorCode.INVALID_SAMPLING, str(error)) from None
-        return compat.detokenizer(self.llm, request) if params.detokenize else None
+
+    def numbered(
+        self, prepared: PreparedRequest, request_id: str, *, seed: int | None, version: int
+    ) -> tuple[PreparedRequest, Detokenizer | None]:
+        """One output's own request, and a detokenizer where text or stop strings are asked for.
+
+        The prefix cache is salted with the version, so KV made by other weights is never found, reset or not.
+        """
+        from refitd import compat
+
+        request = compat.numbered(prepared, request_id, seed=seed, cache_salt=f"refitd-{version}")
+        return request, compat.detokenizer(self.llm, request)
+
+    async def submit(self, request: PreparedRequest) -> None:
+        """Its steps come to `on_step` from now on."""
+        await self.llm.submit(request)
 
     async def _warm_up(self) -> None:
         """One token through the whole engine: what it compiles on first use must not cost the first client seconds."""
         from refitd import compat
 
-        params = compat.vllm_sampling_params(Sampling(), max_tokens=1, seed=None, stop_token_ids=[])
+        params = compat.vllm_sampling_params(Sampling(), max_tokens=1, stop_token_ids=[])
         async for _ in self.llm.generate({"prompt_token_ids": [0]}, params, "refitd-warm-up"):
             pass
 
@@ -219,14 +247,13 @@ class Engine:
             raise ProtocolError(ErrorCode.UNSUPPORTED, "the engine has no tokenizer: send token ids")
         return list(tokenizer.encode(text))
 
-    @property
-    def has_tokenizer(self) -> bool:
-        return self.llm.tokenizer is not None
-
     def _lora(self, name: str | None) -> Any:
         if name is None:
             return None
-        raise ProtocolError(ErrorCode.INVALID_SAMPLING, f"LoRA adapter {name!r} is not loaded")
+        from refitd import compat
+
+        adapters = self._config.engine.loras
+        return compat.LoRARequest(name, 1 + list(adapters).index(name), str(adapters[name]))
 
     # --- between two versions -----------------------------------------------------------------------------------------
 
@@ -300,6 +327,7 @@ def engine_arguments(config: Config) -> dict[str, Any]:
         "max_num_seqs": engine.max_num_seqs,
         "gpu_memory_utilization": engine.gpu_memory_utilization,
         "served_model_name": engine.served_model_name,
+        "enable_lora": True if engine.loras else None,
     }
     return {
         "model": config.model,
@@ -314,6 +342,7 @@ def engine_arguments(config: Config) -> dict[str, Any]:
         "enable_sleep_mode": engine.enable_sleep_mode,
         "logprobs_mode": engine.logprobs_mode,
         "max_logprobs": engine.max_logprobs,
+        "scheduling_policy": engine.scheduling_policy,
         "worker_extension_cls": WORKER_EXTENSION,
         "enable_log_requests": False,
         **{name: value for name, value in optional.items() if value is not None},

@@ -25,10 +25,11 @@ from refit_protocol.messages import (
 )
 from refitd.config import Config
 from refitd.deltas import deltas_message
-from refitd.engine import Engine, StepOutput
+from refitd.engine import Engine, PreparedRequest, StepOutput
 from refitd.gate import Gate
 from refitd.output import Job, Output
-from refitd.prompts import read_prompts, resolve
+from refitd.prompts import read_prompts
+from refitd.sampling import resolve
 from refitd.sessions import Answer, Call, Session
 
 log = structlog.get_logger()
@@ -179,11 +180,26 @@ class Generation:
                 ErrorCode.TOO_MANY_REQUESTS, f"{kept_bytes} bytes of results wait for AcknowledgeGeneration"
             )
         prompts = read_prompts(body, call.blobs, info.model, self._config.server, self._engine.tokenize)
-        resolved = resolve(body, prompts, info.model, info.logprobs_mode, has_tokenizer=self._engine.has_tokenizer)
+        resolved = resolve(body, prompts, info)
         self._check_capacity(len(prompts) * body.sampling.n)
-        self._check_lag(body)
-        job = jobs[call.id] = Job(call.owner, call.id, body, prompts, resolved)
+        job = Job(call.owner, call.id, body, prompts, resolved)
+        # What vLLM would refuse it refuses for the first prompt, before the client hears that it has started.
+        self._prepared(job, 0)
+        jobs[call.id] = job
         return job
+
+    def _prepared(self, job: Job, prompt: int) -> PreparedRequest:
+        """The prompt in the engine's form, common to all its outputs."""
+        if prompt not in job.prepared:
+            job.prepared[prompt] = self._engine.prepare(
+                job.prompts.ids[prompt],
+                job.body.sampling,
+                max_tokens=job.resolved.max_tokens[prompt],
+                stop_token_ids=job.resolved.stop_token_ids,
+                priority=job.body.priority,
+                lora=job.body.lora,
+            )
+        return job.prepared[prompt]
 
     def _check_capacity(self, more: int) -> None:
         limit = self._config.generation.max_running_requests
@@ -192,11 +208,6 @@ class Generation:
                 ErrorCode.TOO_MANY_REQUESTS,
                 f"{len(self._outputs)} sequences run, {more} more would pass the limit {limit}",
             )
-
-    def _check_lag(self, body: Generate) -> None:
-        """`max_version_lag` is judged against `min_version`: the version the trainer holds."""
-        if body.max_version_lag is not None and body.min_version is None:
-            raise ProtocolError(ErrorCode.INVALID_SAMPLING, "max_version_lag needs min_version, the trainer's version")
 
     async def _submit_all(self, job: Job) -> None:
         wanted = job.body.min_version
@@ -209,22 +220,13 @@ class Generation:
             await self._submit(output, version)
 
     async def _submit(self, output: Output, version: int) -> None:
-        job = output.job
         output.key = f"refitd-{next(self._keys)}"
+        prepared = self._prepared(output.job, output.prompt)
+        request, output.detokenizer = self._engine.numbered(prepared, output.key, seed=output.seed, version=version)
         self._outputs[output.key] = output
         self._gate.enter()
         try:
-            output.detokenizer = await self._engine.submit(
-                output.key,
-                job.prompts.ids[output.prompt],
-                job.body.sampling,
-                max_tokens=job.resolved.max_tokens[output.prompt],
-                seed=output.seed,
-                stop_token_ids=job.resolved.stop_token_ids,
-                version=version,
-                priority=job.body.priority,
-                lora=job.body.lora,
-            )
+            await self._engine.submit(request)
         except BaseException:
             self._forget(output)
             raise
@@ -277,7 +279,7 @@ class Generation:
     def _cancel_job(self, job: Job, error: ErrorCode | None, *, withdraw: bool = True) -> None:
         running = [output for output in job.outputs if output.finish_reason is None]
         for output in running:
-            output.finish("cancelled", error=error)
+            output.cancel(error)
             self._retire(output, None)
             if job.stream:
                 self._mark(job.session, output)
@@ -303,7 +305,7 @@ class Generation:
     async def _discard(self, job: Job) -> None:
         running = [output for output in job.outputs if output.finish_reason is None]
         for output in running:
-            output.finish("cancelled", error=ErrorCode.CANCELLED)
+            output.cancel(ErrorCode.CANCELLED)
             self._forget(output)
         job.done.set()
         self._jobs_of(job.session).pop(job.request, None)

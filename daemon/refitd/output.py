@@ -22,7 +22,7 @@ from refitd.prompts import Prompts
 from refitd.sessions import Session
 
 if TYPE_CHECKING:
-    from refitd.engine import StepOutput
+    from refitd.engine import Detokenizer, PreparedRequest, StepLogprobs, StepOutput
 
 # vLLM's reasons by ours; `str()` of its enum is the name.
 FINISH_REASONS: dict[str, FinishReason] = {
@@ -38,7 +38,8 @@ TOKEN_BYTES = 8
 class Output:
     """One sampled sequence, from submission until its request is acknowledged.
 
-    Arrays are by token; `top_ids` and `top_logprobs` hold `top` alternatives per token. `sent` is the client's cursor.
+    Arrays are by token; `top_ids` and `top_logprobs` hold `top` alternatives per token, `text_ends` the length of the
+    text so far. `sent` is the client's cursor.
     """
 
     def __init__(self, job: Job, prompt: int, index: int, seed: int | None) -> None:
@@ -47,7 +48,7 @@ class Output:
         self.index = index
         self.seed = seed
         self.key = ""
-        self.detokenizer: Any = None
+        self.detokenizer: Detokenizer | None = None
         self.token_ids = array("i")
         self.logprobs = array("f")
         self.top = job.body.sampling.logprobs
@@ -55,6 +56,7 @@ class Output:
         self.top_logprobs = array("f")
         self.versions: list[list[int]] = []
         self.text = ""
+        self.text_ends = array("q")
         self.text_sent = 0
         self.sent = 0
         self.told_end = False
@@ -62,9 +64,9 @@ class Output:
         self.stop_reason: int | str | None = None
         self.error: ErrorCode | None = None
         self.cached_tokens: int | None = None
-        self.prompt_top_ids: bytes = b""
-        self.prompt_top_logprobs: bytes = b""
-        self.routed_experts: Any = None
+        self.prompt_top_ids = array("i")
+        self.prompt_top_logprobs = array("f")
+        self.routed_experts: list[Any] = []
 
     def take(self, step: StepOutput, version: int) -> int:
         """Stores a step's tokens; returns how many. The output may be finished by it."""
@@ -75,10 +77,10 @@ class Output:
         count = len(step.new_token_ids)
         if count:
             self._take_tokens(step, count, version)
-        if step.routed_experts is not None:
-            self.routed_experts = step.routed_experts
+        if step.routed_experts is not None and self.job.body.routed_experts:
+            self.routed_experts.append(step.routed_experts)
         if self.finish_reason is None and step.finish_reason is not None:
-            self.finish(FINISH_REASONS[str(step.finish_reason)], stop_reason=step.stop_reason)
+            self._take_end(FINISH_REASONS[str(step.finish_reason)], step.stop_reason)
         return count
 
     def _take_tokens(self, step: StepOutput, count: int, version: int) -> None:
@@ -89,51 +91,66 @@ class Output:
             self.versions[-1][1] += count
         else:
             self.versions.append([version, count])
-        self._take_logprobs(step, count)
+        if step.new_logprobs is not None:
+            self._take_logprobs(step.new_logprobs, count)
         if self.detokenizer is not None:
-            self._take_text(step)
+            self._take_text(self.detokenizer, step)
 
-    def _take_logprobs(self, step: StepOutput, count: int) -> None:
-        rows = step.new_logprobs
-        if rows is None:
-            return
+    def _take_logprobs(self, rows: StepLogprobs, count: int) -> None:
         values = rows.logprobs[:count, 0].tolist()
         self.logprobs.extend(values)
         if self.top:
             self.top_ids.frombytes(rows.logprob_token_ids[:count, 1 : 1 + self.top].astype("int32").tobytes())
             self.top_logprobs.frombytes(rows.logprobs[:count, 1 : 1 + self.top].astype("float32").tobytes())
-        if any(math.isnan(value) for value in values):
+        if any(map(math.isnan, values)):
             self.finish("error", error=ErrorCode.NOT_A_NUMBER)
 
     def _take_prompt_logprobs(self, tensors: Any) -> None:
-        """vLLM gives rows for prompt tokens 1..n-1, the token itself in column 0; token 0 gets one of NaN."""
+        """vLLM gives rows for prompt tokens 1..n-1, the token itself in column 0; token 0 has no logprob.
+
+        A request that was preempted is read again, and its rows come again.
+        """
+        columns = tensors.logprobs.shape[1]
+        if len(self.prompt_top_ids) >= columns * self.job.prompts.lengths[self.prompt]:
+            return
         if not self.prompt_top_ids:
-            self._take_first_prompt_row(tensors.logprobs.shape[1])
-        self.prompt_top_ids += tensors.logprob_token_ids.numpy().astype("int32").tobytes()
-        self.prompt_top_logprobs += tensors.logprobs.numpy().astype("float32").tobytes()
+            self._take_first_prompt_row(columns)
+        self.prompt_top_ids.frombytes(tensors.logprob_token_ids.numpy().astype("int32").tobytes())
+        self.prompt_top_logprobs.frombytes(tensors.logprobs.numpy().astype("float32").tobytes())
 
     def _take_first_prompt_row(self, columns: int) -> None:
         first = self.job.prompts.ids[self.prompt][0]
-        self.prompt_top_ids = array("i", [first] * columns).tobytes()
-        self.prompt_top_logprobs = array("f", [math.nan] * columns).tobytes()
+        self.prompt_top_ids.extend([first] * columns)
+        self.prompt_top_logprobs.extend([math.nan] * columns)
 
-    def _take_text(self, step: StepOutput) -> None:
-        stop_terminated = step.finish_reason is not None and str(step.finish_reason) == "stop"
-        stop_string = self.detokenizer.update(step.new_token_ids, stop_terminated)
-        self.text += self.detokenizer.get_next_output_text(
-            stop_string is not None or step.finish_reason is not None, delta=True
-        )
-        if stop_string is not None:
-            self._cut(self.detokenizer.num_output_tokens())
+    def _take_text(self, detokenizer: Detokenizer, step: StepOutput) -> None:
+        ended = step.finish_reason is not None or self.finish_reason is not None
+        stop_string = detokenizer.update(step.new_token_ids, str(step.finish_reason) == "stop")
+        self.text += detokenizer.get_next_output_text(ended or stop_string is not None, delta=True)
+        self.text_ends.extend([len(self.text)] * len(step.new_token_ids))
+        if stop_string is not None and self.finish_reason is None:
+            self._cut(detokenizer.num_output_tokens())
             self.finish("stop", stop_reason=stop_string)
 
     def _cut(self, tokens: int) -> None:
         """Drops tokens behind the one that completed a stop string; they came in the same step, so none was sent."""
         surplus = len(self.token_ids) - tokens
         if surplus > 0:
-            del self.token_ids[tokens:], self.logprobs[tokens:]
+            del self.token_ids[tokens:], self.logprobs[tokens:], self.text_ends[tokens:]
             del self.top_ids[tokens * self.top :], self.top_logprobs[tokens * self.top :]
             self.versions[-1][1] -= surplus
+
+    def _take_end(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+        """vLLM does not name the model's first EOS id as the reason of a stop: the last token says it."""
+        if reason == "stop" and stop_reason is None and self.token_ids:
+            stop_reason = self.token_ids[-1]
+        self.finish(reason, stop_reason=stop_reason, error=ErrorCode.ENGINE_ERROR if reason == "error" else None)
+
+    def cancel(self, error: ErrorCode | None) -> None:
+        """Ends here; text that was held back as the possible beginning of a stop string is none."""
+        if self.detokenizer is not None:
+            self.text += self.detokenizer.get_next_output_text(True, delta=True)
+        self.finish("cancelled", error=error)
 
     def finish(
         self, reason: FinishReason, *, stop_reason: int | str | None = None, error: ErrorCode | None = None
@@ -145,7 +162,7 @@ class Output:
     def rewind(self, position: int) -> None:
         """The client has only the first `position` tokens."""
         self.sent = max(0, min(position, len(self.token_ids)))
-        self.text_sent = 0 if self.sent == 0 else self.text_sent
+        self.text_sent = self.text_ends[self.sent - 1] if self.sent and self.text_ends else 0
         self.told_end = False
 
     @property
@@ -173,9 +190,13 @@ class Output:
             cached_tokens=self.cached_tokens if first == 0 else None,
             top=self.top,
             prompt_top=prompt_top,
-            prompt_rows=0 if prompt_top is None else len(self.prompt_top_ids) // (4 * (1 + prompt_top)),
-            routed_experts=None if self.routed_experts is None or not ended else list(self.routed_experts.shape),
+            prompt_rows=0 if prompt_top is None else len(self.prompt_top_ids) // (1 + prompt_top),
+            routed_experts=self._experts_shape() if ended and self.routed_experts else None,
         )
+
+    def _experts_shape(self) -> list[int]:
+        """Tokens (the prompt's first), layers, experts of each."""
+        return [sum(map(len, self.routed_experts)), *self.routed_experts[0].shape[1:]]
 
 
 class Job:
@@ -190,6 +211,7 @@ class Job:
         self.stream = body.stream
         self.prompts = prompts
         self.resolved = resolved
+        self.prepared: dict[int, PreparedRequest] = {}
         self.done = asyncio.Event()
         self._received = time.monotonic()
         self._submitted: float | None = None

@@ -1,4 +1,4 @@
-"""Reads and checks what a `Generate` asks for, before the engine sees it: an id outside the vocabulary would kill it.
+"""Reads and checks the prompts of a `Generate` before the engine sees them: an id outside the vocabulary would kill it.
 
 Pure: no engine, no sockets.
 """
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from refit_protocol.codec import Frame
 from refit_protocol.errors import ErrorCode, ProtocolError
-from refit_protocol.messages import Generate, ModelInfo, ResolvedSampling, Sampling
+from refit_protocol.messages import Generate, ModelInfo
 from refitd.config import ServerConfig
 
 Tokenize = Callable[[str], list[int]]
@@ -42,24 +42,6 @@ def read_prompts(
     for index, prompt in enumerate(ids):
         _check_prompt(index, prompt, model)
     return Prompts([prompt.tolist() for prompt in ids])
-
-
-def resolve(
-    body: Generate, prompts: Prompts, model: ModelInfo, logprobs_mode: str, *, has_tokenizer: bool
-) -> ResolvedSampling:
-    """What the engine will use. Raises `invalid_sampling`."""
-    _check_sampling(body.sampling, model, has_tokenizer=has_tokenizer)
-    asked = body.sampling.max_tokens
-    room = [model.max_model_len - length for length in prompts.lengths]
-    stop = set(body.sampling.stop_token_ids)
-    if not body.sampling.ignore_eos:
-        stop.update(model.eos_token_ids)
-    return ResolvedSampling(
-        max_tokens=[left if asked is None else min(asked, left) for left in room],
-        clamped=[asked is not None and asked > left for left in room],
-        stop_token_ids=sorted(stop),
-        logprobs_mode=logprobs_mode,
-    )
 
 
 def _from_texts(
@@ -113,27 +95,5 @@ def _check_prompt(index: int, ids: npt.NDArray[np.int32], model: ModelInfo) -> N
         )
 
 
-def _check_sampling(sampling: Sampling, model: ModelInfo, *, has_tokenizer: bool) -> None:
-    if sampling.n < 1:
-        raise _invalid_sampling(f"n is {sampling.n}, at least 1")
-    if sampling.max_tokens is not None and sampling.max_tokens < 1:
-        raise _invalid_sampling(f"max_tokens is {sampling.max_tokens}, at least 1")
-    if (sampling.stop or sampling.text or sampling.bad_words) and not has_tokenizer:
-        raise _invalid_sampling("stop strings, bad words and text need a tokenizer; this engine runs without one")
-    named = {
-        "stop_token_ids": sampling.stop_token_ids,
-        "logit_bias": [token for token, _ in sampling.logit_bias],
-        "allowed_token_ids": sampling.allowed_token_ids or [],
-    }
-    for field, ids in named.items():
-        outside = [token for token in ids if not 0 <= token < model.vocab_size]
-        if outside:
-            raise _invalid_sampling(f"{field}: id {outside[0]} is not in [0, {model.vocab_size})")
-
-
 def _invalid_prompt(message: str, **details: object) -> ProtocolError:
     return ProtocolError(ErrorCode.INVALID_PROMPT, message, **details)
-
-
-def _invalid_sampling(message: str) -> ProtocolError:
-    return ProtocolError(ErrorCode.INVALID_SAMPLING, message)

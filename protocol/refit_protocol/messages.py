@@ -360,6 +360,19 @@ class RefitCommitted(Fact, frozen=True, kw_only=True):
 # --- generation -------------------------------------------------------------------------------------------------------
 
 
+class StructuredOutputs(Record, frozen=True, kw_only=True):
+    """Exactly one constraint on the sampled text: a JSON schema (as text or as it is), any JSON object, a regular
+    expression, one of several texts, an EBNF grammar, or vLLM's structural tags. Needs the engine's tokenizer.
+    """
+
+    json: str | dict[str, Any] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: str | None = None
+
+
 class Sampling(Record, frozen=True, kw_only=True):
     """What vLLM samples with; None leaves the engine's default. `max_tokens` None means: up to the context's end.
 
@@ -387,7 +400,7 @@ class Sampling(Record, frozen=True, kw_only=True):
     allowed_token_ids: list[int] | None = None
     logprobs: int = 0
     prompt_logprobs: int | None = None
-    structured: dict[str, Any] | None = None
+    structured: StructuredOutputs | None = None
     skip_special_tokens: bool = True
     text: bool = False
 

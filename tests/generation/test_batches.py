@@ -1,0 +1,91 @@
+"""Many prompts in one request: indices, deadlines, cancelling, and the versions a request may demand."""
+
+from __future__ import annotations
+
+import pytest
+
+from refit_protocol.errors import ErrorCode
+from refit_trainer import Daemon, RefitdError, Sampling
+from tests.conftest import PROMPT
+from tests.generation.conftest import greedy
+
+ENDLESS = Sampling(max_tokens=240, ignore_eos=True)
+
+
+def test_each_result_names_its_prompt(daemon: Daemon) -> None:
+    """Twelve prompts, two outputs each: every result is the one its prompt gets alone."""
+    prompts = [[5 + index, 60, 7] for index in range(12)]
+    sampling = Sampling(n=2, max_tokens=6, temperature=0.0, ignore_eos=True)
+    samples = list(daemon.generate(prompts, sampling))
+    assert sorted((sample.prompt, sample.output) for sample in samples) == [(p, n) for p in range(12) for n in (0, 1)]
+    alone = {index: greedy(daemon, prompts[index], max_tokens=6).token_ids.tolist() for index in (0, 5, 11)}
+    for sample in samples:
+        assert sample.token_ids.tolist() == alone.get(sample.prompt, sample.token_ids.tolist())
+
+
+def test_results_come_as_they_are_ready(daemon: Daemon) -> None:
+    """A prompt whose context is nearly full is done long before the others."""
+    samples = daemon.generate([[5], [6], [7] * 250], ENDLESS)
+    assert next(samples).prompt == 2
+    samples.close()
+
+
+def test_a_deadline_ends_a_request_with_what_it_has(daemon: Daemon) -> None:
+    """Unfinished outputs are cancelled and say why; finished ones are not touched; the engine is free again."""
+    samples = {sample.prompt: sample for sample in daemon.generate([[7] * 255, [5]], ENDLESS, deadline_seconds=0.1)}
+    assert samples[1].finish_reason == "cancelled"
+    assert samples[1].error is ErrorCode.DEADLINE_EXCEEDED
+    assert len(samples[1].token_ids) == len(samples[1].logprobs) < 240
+    assert daemon.status().running_requests == 0
+
+
+def test_cancelling_one_request_leaves_the_others(daemon: Daemon) -> None:
+    cancelled, kept = (
+        daemon.stream([PROMPT], ENDLESS),
+        daemon.stream([PROMPT], Sampling(max_tokens=30, ignore_eos=True)),
+    )
+    next(cancelled)
+    cancelled.cancel()
+    assert list(cancelled)[-1].finish_reason == "cancelled"
+    assert list(kept)[-1].finish_reason == "length"
+
+
+def test_cancelling_all_ends_every_request_of_the_session(daemon: Daemon) -> None:
+    streams = [daemon.stream([PROMPT], ENDLESS) for _ in range(3)]
+    for stream in streams:
+        next(stream)
+    assert len(daemon.cancel()) == 3
+    assert [list(stream)[-1].finish_reason for stream in streams] == ["cancelled"] * 3
+    assert daemon.status().running_requests == 0
+
+
+def test_cancelled_text_is_the_text_of_its_tokens(daemon: Daemon) -> None:
+    """What was held back because a stop string might have begun with it comes with the end."""
+    letters = Sampling(
+        max_tokens=240, ignore_eos=True, text=True, allowed_token_ids=list(range(60, 95)), stop=["~" * 30]
+    )
+    stream = daemon.stream([PROMPT], letters)
+    deltas = [next(stream)]
+    while sum(len(delta.token_ids) for delta in deltas) < 10:
+        deltas.append(next(stream))
+    stream.cancel()
+    deltas += list(stream)
+    tokens = sum(len(delta.token_ids) for delta in deltas)
+    assert len("".join(delta.text for delta in deltas)) == tokens
+
+
+def test_a_version_that_does_not_come_is_refused_at_the_deadline(daemon: Daemon) -> None:
+    version = daemon.status().version
+    with pytest.raises(RefitdError) as refused:
+        daemon.generate_one(PROMPT, ENDLESS, min_version=version + 1, deadline_seconds=0.2)
+    assert refused.value.code is ErrorCode.VERSION_UNAVAILABLE
+    assert refused.value.retryable
+
+
+def test_a_request_may_allow_the_engine_to_lag(daemon: Daemon) -> None:
+    """The trainer's version less the lag is enough."""
+    version = daemon.status().version
+    one = Sampling(max_tokens=1)
+    assert daemon.generate_one(PROMPT, one, min_version=version + 2, max_version_lag=2).version == version
+    with pytest.raises(RefitdError, match="version_unavailable"):
+        daemon.generate_one(PROMPT, one, min_version=version + 3, max_version_lag=2, deadline_seconds=0.2)
