@@ -1,0 +1,140 @@
+"""Streams through the daemon against the same streams in the engine's own process, and over vLLM's HTTP server.
+
+Three engines stand ready and take turns, round by round: what slows the machine slows all three.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import aiohttp
+import uvloop
+from scripts.benches.figures import Figure, at_least, at_most
+from scripts.benches.generate_peers import MODEL_LEN, SEQUENCES, http_peer, in_process_peer, prompt_of
+from tests.daemon_process import running_daemon
+from tests.tiny_tokenizer import build_tokenizer
+from tests.worker.models import build_model
+
+from refit_trainer import AsyncDaemon, Sampling
+
+STREAMS, TOKENS = SEQUENCES, 128
+ROUNDS = 7
+FIRST_TOKEN_ROUNDS = 40
+
+Seconds = dict[str, float]
+Way = Callable[[int, int], Seconds]
+
+
+def measure() -> Iterator[Figure]:
+    """Starts three engines; about four minutes on two cores."""
+    with tempfile.TemporaryDirectory(prefix="refitd-bench-") as name, ExitStack() as stack:
+        directory = Path(name)
+        model = directory / "model"
+        build_model("qwen3", model, seed=0, num_hidden_layers=4)
+        build_tokenizer(model)
+        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
+        in_process = stack.enter_context(in_process_peer(model))
+        url = stack.enter_context(http_peer(model))
+        settings = (f"engine.max_model_len={MODEL_LEN}", f"engine.max_num_seqs={SEQUENCES}")
+        process = stack.enter_context(running_daemon(model, directory / "run", *settings))
+        daemon = runner.run(_connected(process.endpoint))
+        stack.callback(lambda: runner.run(daemon.close()))
+        ways: dict[str, Way] = {
+            "in-process": in_process.round,
+            "daemon": lambda streams, tokens: runner.run(_daemon_round(daemon, streams, tokens)),
+            "http": lambda streams, tokens: runner.run(_http_round(url, model, streams, tokens)),
+        }
+        yield from _figures(ways)
+
+
+def _figures(ways: dict[str, Way]) -> Iterator[Figure]:
+    rounds = _interleaved(ways, ROUNDS, STREAMS, TOKENS)
+    rates = {name: [STREAMS * TOKENS / seconds["seconds"] for seconds in taken] for name, taken in rounds.items()}
+    for name, values in rates.items():
+        yield Figure(f"{name.replace('-', '_')}_tokens_per_second", statistics.median(values), "tokens/s")
+    daemon = statistics.median(rates["daemon"])
+    for figure, peer, limit in (("stream_vs_inprocess", "in-process", 0.97), ("stream_vs_http", "http", 2.0)):
+        yield at_least(figure, daemon, "tokens/s", limit, ratio=_ratio(rates["daemon"], rates[peer]))
+    first = _interleaved({name: ways[name] for name in ("in-process", "daemon")}, FIRST_TOKEN_ROUNDS, 1, 1)
+    over = [
+        daemon_seconds["first_seconds"] - own_seconds["first_seconds"]
+        for own_seconds, daemon_seconds in zip(first["in-process"], first["daemon"], strict=True)
+    ]
+    own = statistics.median(seconds["first_seconds"] for seconds in first["in-process"])
+    yield Figure("ttft_inprocess_ms", own * 1e3, "ms")
+    yield at_most("ttft_over_inprocess_ms", statistics.median(over) * 1e3, "ms", 1.0)
+
+
+def _ratio(values: list[float], reference: list[float]) -> float:
+    """Of each round by itself: neighbours in time had the same machine."""
+    return statistics.median(value / other for value, other in zip(values, reference, strict=True))
+
+
+def _interleaved(ways: dict[str, Way], rounds: int, streams: int, tokens: int) -> dict[str, list[Seconds]]:
+    taken: dict[str, list[Seconds]] = {name: [] for name in ways}
+    for way in ways.values():
+        way(streams, tokens)
+    for _ in range(rounds):
+        for name, way in ways.items():
+            taken[name].append(way(streams, tokens))
+    return taken
+
+
+async def _connected(endpoint: str) -> AsyncDaemon:
+    return await AsyncDaemon.connect(endpoint, client="bench", timeout_seconds=60.0)
+
+
+async def _daemon_round(daemon: AsyncDaemon, streams: int, tokens: int) -> Seconds:
+    sampling = Sampling(max_tokens=tokens, ignore_eos=True)
+    first: list[float] = []
+    started = time.perf_counter()
+
+    async def consume(stream: int) -> int:
+        count = 0
+        async for delta in daemon.stream([prompt_of(stream)], sampling):
+            if not count:
+                first.append(time.perf_counter() - started)
+            count += len(delta.token_ids)
+        return count
+
+    counts = await asyncio.gather(*map(consume, range(streams)))
+    assert counts == [tokens] * streams
+    return {"seconds": time.perf_counter() - started, "first_seconds": min(first)}
+
+
+async def _http_round(url: str, model: Path, streams: int, tokens: int) -> Seconds:
+    body = {
+        "model": str(model),
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "logprobs": 0,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    first: list[float] = []
+    started = time.perf_counter()
+
+    async def consume(session: aiohttp.ClientSession, stream: int) -> int:
+        count = 0
+        async with session.post(f"{url}/v1/completions", json={**body, "prompt": prompt_of(stream)}) as response:
+            response.raise_for_status()
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    choice = json.loads(line[6:])["choices"][0]
+                    if not count:
+                        first.append(time.perf_counter() - started)
+                    count += len(choice["token_ids"] or [])
+        return count
+
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        counts = await asyncio.gather(*(consume(session, stream) for stream in range(streams)))
+    assert counts == [tokens] * streams, counts
+    return {"seconds": time.perf_counter() - started, "first_seconds": min(first)}
