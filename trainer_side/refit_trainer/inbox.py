@@ -36,12 +36,13 @@ class Mailbox(Protocol):
 
 @dataclass
 class Generation:
-    """A `Generate` under way: where its tokens go, and how far every output has come."""
+    """A `Generate` under way: where its tokens go, how far every output has come, and which have ended."""
 
     command: Generate
     blobs: Sequence[Frame]
     mailbox: Mailbox | None
     positions: dict[tuple[int, int], int] = field(default_factory=dict)
+    ended: set[tuple[int, int]] = field(default_factory=set)
 
     @property
     def cursors(self) -> list[StreamCursor]:
@@ -54,13 +55,20 @@ class Generation:
         if self.mailbox is not None:
             self.mailbox.put(arrival)
 
-    def advance(self, delta: TokenDelta) -> None:
-        """Raises ValueError where tokens are missing or come twice."""
+    def advance(self, delta: TokenDelta) -> bool:
+        """False for the end of an output that has come before, as after a reconnect; raises ValueError where tokens are
+        missing or come twice.
+        """
         key = (delta.prompt, delta.output)
         expected = self.positions.get(key, 0)
         if delta.position != expected:
             raise ValueError(f"prompt {key[0]}, output {key[1]}: tokens from {delta.position} came after {expected}")
         self.positions[key] = expected + delta.count
+        if key in self.ended:
+            return False
+        if delta.finish_reason is not None:
+            self.ended.add(key)
+        return True
 
 
 class Inbox:
@@ -140,21 +148,21 @@ class Inbox:
     def _deliver_tokens(self, deltas: list[TokenDelta], blobs: Sequence[Frame]) -> None:
         arrived: dict[int, list[Delta]] = {}
         for described, delta in zip(deltas, cut(deltas, blobs), strict=True):
-            arrived.setdefault(described.request, []).append(delta)
-        for described in deltas:
-            self._advance(described)
+            if self._advance(described):
+                arrived.setdefault(described.request, []).append(delta)
         for request, batch in arrived.items():
             if (generation := self.generations.get(request)) is not None:
                 generation.put(batch)
 
-    def _advance(self, delta: TokenDelta) -> None:
+    def _advance(self, delta: TokenDelta) -> bool:
         generation = self.generations.get(delta.request)
         if generation is None:
-            return
+            return False
         try:
-            generation.advance(delta)
+            return generation.advance(delta)
         except ValueError as error:
             self.fail_generation(delta.request, protocol_broken(str(error)))
+            return False
 
 
 def protocol_broken(message: str) -> RefitdError:
