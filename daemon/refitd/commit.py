@@ -20,7 +20,15 @@ from refit_protocol.messages import (
     RefitReport,
     UnplannedTensor,
 )
-from refit_protocol.states import NOT_SERVABLE, SLEEP_TRANSITIONS, EngineEvent, EngineState, SleepEvent, step
+from refit_protocol.states import (
+    NOT_SERVABLE,
+    SLEEP_TRANSITIONS,
+    EngineEvent,
+    EngineState,
+    SleepEvent,
+    SleepState,
+    step,
+)
 from refitd.config import RefitConfig
 from refitd.engine import Engine, WorkerError
 from refitd.gate import Gate
@@ -124,6 +132,8 @@ class Commit:
     async def publish(self, ticket: Ticket, answers: Sequence[dict[str, Any]]) -> RefitReport:
         """All workers hold the new bytes: the version becomes the one served."""
         copied = time.monotonic()
+        if self._gate.sleep is SleepState.AWAKE:
+            await self._engine.clean_cache(self._config.deadline_seconds)
         self.digest = combine_digests(answers)
         self.digest_mode = ticket.attest
         self.restorable_version = None

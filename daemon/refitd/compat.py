@@ -104,6 +104,7 @@ class StampedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not checked
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._ours: set[str] = set()
+        self.nan_seen = False
         self.output_handler: asyncio.Task[None] | None
         self._sink: StepSink = lambda _outputs: None
         self._on_death: Callable[[BaseException], None] = lambda _error: None

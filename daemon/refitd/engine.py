@@ -283,6 +283,16 @@ class Engine:
                 "running requests hold blocks of the prefix cache: wait for them or cancel them",
             )
 
+    def note_nan(self) -> None:
+        """Tokens were made of logits that are no numbers: so may be what they left in the KV cache."""
+        self.llm.nan_seen = True
+
+    async def clean_cache(self, timeout_seconds: float) -> None:
+        """Has to be called between two versions, so that NaN of the old weights is not read under the new ones."""
+        if self.llm.nan_seen:
+            await self.call_workers("refitd_clean_cache", timeout_seconds=timeout_seconds)
+            self.llm.nan_seen = False
+
     async def sleep(self, level: int) -> None:
         """Raises `engine_error` with vLLM's reason."""
         await self._try(self.llm.sleep(level=level), "sleep")

@@ -126,6 +126,8 @@ class Generation:
             if output is None:
                 continue
             tokens += output.take(step, version)
+            if output.error is ErrorCode.NOT_A_NUMBER:
+                self._engine.note_nan()
             if output.finish_reason is not None:
                 self._retire(output, withdrawn if step.finish_reason is None else None)
             if output.job.stream:

@@ -288,6 +288,16 @@ class RefitWorkerExtension:
         return self.refitd_state().digest(DigestMode(mode))
 
     @answered
+    def refitd_clean_cache(self) -> Answer:
+        """Makes what is no finite number in the KV cache zero, and leaves the rest: masked or not, one NaN in a block
+        makes NaN of every attention that reads the block.
+        """
+        for cache in self.model_runner.kv_caches:
+            if cache.is_floating_point():
+                torch.nan_to_num_(cache, nan=0.0, posinf=0.0, neginf=0.0)
+        return {}
+
+    @answered
     def refitd_keep_last(self, mode: str) -> Answer:
         """`host` starts to copy what is served now to host memory, in the background; `none` frees that memory.
 
