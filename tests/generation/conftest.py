@@ -24,11 +24,16 @@ def weights_a() -> PreTrainedModel:
     return share_parameters(random_model("qwen3", seed=0))
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def serving_a(daemon_process: DaemonProcess, fresh_sample: object, weights_a: PreTrainedModel) -> None:
     """Whatever an earlier test left behind, this module begins with weights A."""
     with daemon_process.connect() as daemon:
         daemon.refit(weights_a)
+
+
+@pytest.fixture
+def daemon(daemon: Daemon, serving_a: None) -> Daemon:
+    return daemon
 
 
 @pytest.fixture(scope="session")

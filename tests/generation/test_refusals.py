@@ -104,11 +104,15 @@ def test_every_extreme_that_can_be_is_let_through() -> None:
     [
         ({"lora": "unkind"}, ErrorCode.INVALID_SAMPLING, "loaded are: none"),
         ({"routed_experts": True}, ErrorCode.UNSUPPORTED, "mixture-of-experts"),
-        ({"sampling": Sampling(structured=StructuredOutputs(regex="(["))}, ErrorCode.INVALID_SAMPLING, ""),
+        (
+            {"sampling": Sampling(structured=StructuredOutputs(regex="(["))},
+            ErrorCode.INVALID_SAMPLING,
+            "invalid_sampling",
+        ),
         (
             {"sampling": Sampling(structured=StructuredOutputs(json={"type": "nothing"}))},
             ErrorCode.INVALID_SAMPLING,
-            "",
+            "nothing",
         ),
         ({"sampling": Sampling(structured={"regex": "a", "backend": "x"})}, ErrorCode.MALFORMED_MESSAGE, "backend"),
         ({"sampling": Sampling(temperature=2.5)}, ErrorCode.INVALID_SAMPLING, "temperature"),
