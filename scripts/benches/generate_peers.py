@@ -25,6 +25,7 @@ START_SECONDS = 240.0
 # As the daemon starts its own engine where there is one worker.
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
+    "TQDM_DISABLE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -108,7 +109,14 @@ def _child(arguments: list[str], **pipes: Any) -> Iterator[subprocess.Popen[byte
 # --- inside the child -------------------------------------------------------------------------------------------------
 
 
-async def _serve(model: str) -> None:
+def _own_answers() -> IO[str]:
+    """What was standard output; whatever vLLM and its processes write there goes to standard error from now on."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
+async def _serve(model: str, answers: IO[str]) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -123,7 +131,7 @@ async def _serve(model: str) -> None:
     try:
         while order := await asyncio.to_thread(sys.stdin.readline):
             streams, tokens = json.loads(order)
-            print(json.dumps(await _round(llm, streams, tokens)), flush=True)
+            print(json.dumps(await _round(llm, streams, tokens)), file=answers, flush=True)
     finally:
         llm.shutdown()
 
@@ -160,4 +168,4 @@ async def _round(llm: Any, streams: int, tokens: int) -> dict[str, float]:
 if __name__ == "__main__":
     import uvloop
 
-    uvloop.run(_serve(sys.argv[1]))
+    uvloop.run(_serve(sys.argv[1], _own_answers()))
