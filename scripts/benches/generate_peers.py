@@ -67,12 +67,10 @@ def http_peer(model: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = {"port": port, "host": "127.0.0.1", "max-model-len": MODEL_LEN, "max-num-seqs": SEQUENCES}
+    options = {"model": model, "port": port, "host": "127.0.0.1", "max-model-len": MODEL_LEN, "max-num-seqs": SEQUENCES}
     flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     more = ["--enforce-eager", "--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"]
-    with _child(
-        ["-m", "vllm.entrypoints.cli.main", "serve", str(model), *flags, *more], stdout=subprocess.DEVNULL
-    ) as child:
+    with _child(["-m", "vllm.entrypoints.openai.api_server", *flags, *more], stdout=subprocess.DEVNULL) as child:
         url = f"http://127.0.0.1:{port}"
         _wait_healthy(url, child)
         yield url
