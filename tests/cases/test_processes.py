@@ -1,0 +1,35 @@
+"""Case J: no process of an engine outlives its daemon, whichever way it was started and whenever it dies."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from pathlib import Path
+
+from tests.daemon_process import DaemonProcess, start_daemon
+
+END_MILLISECONDS = 30_000
+
+
+def first_children(daemon: DaemonProcess) -> list[int]:
+    """Pidfds of the first processes of an engine that is starting."""
+    while not (pids := daemon.engine_pids()):
+        assert daemon.process.poll() is None, daemon.log.read_text()[-2000:]
+    return [os.pidfd_open(pid) for pid in pids]
+
+
+def test_children_end_with_a_daemon_killed_during_its_start(model_path: Path, short_directory: Path) -> None:
+    """SIGKILL before the model is loaded: the engine's processes, which no signal handler of ours serves, end too."""
+    daemon = start_daemon(model_path, short_directory / "killed")
+    try:
+        children = first_children(daemon)
+        daemon.process.send_signal(signal.SIGKILL)
+        daemon.process.wait()
+        for pidfd in children:
+            poller = select.poll()
+            poller.register(pidfd, select.POLLIN)
+            assert poller.poll(END_MILLISECONDS), "a process of the engine outlived its daemon"
+            os.close(pidfd)
+    finally:
+        daemon.stop()
