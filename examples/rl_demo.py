@@ -27,12 +27,12 @@ from rich.live import Live
 from rich.markup import escape
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
+
+from refit_trainer import Daemon, RefitdError, Sample, Sampling, share_parameters
 from weekdays import policy, task, verdict
 from weekdays.child_daemon import DaemonFailed, running_daemon
 from weekdays.display import RunTable, save_picture
 from weekdays.verdict import StepRecord, WrongWeights
-
-from refit_trainer import Daemon, RefitdError, Sample, Sampling, share_parameters
 
 STEPS = 50
 SAMPLES_PER_PROMPT = 64
