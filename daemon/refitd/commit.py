@@ -231,8 +231,8 @@ class Commit:
 
 def combine_digests(answers: Sequence[dict[str, Any]]) -> str | None:
     """The digest over all workers, None where none was asked for; raises `attest_failed` where replicas differ."""
-    parts = [answer["digest_parts"] for answer in answers]
-    return combine_parts(parts) if any(parts) else None
+    parts = [answer["digest_parts"] for answer in answers if answer["digest"] is not None]
+    return combine_parts(parts) if parts else None
 
 
 def _report(ticket: Ticket, answers: Sequence[dict[str, Any]], digest: str | None, copied: float) -> RefitReport:

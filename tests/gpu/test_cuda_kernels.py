@@ -14,7 +14,7 @@ from refit_protocol.digest import MASK, element_weights
 from refitd.worker.boxes import Box, Transfer
 from refitd.worker.copies import Copy, view_of
 from refitd.worker.cuda_copies import DeviceCopies
-from refitd.worker.cuda_digest import DeviceDigest, unequal
+from refitd.worker.cuda_digest import DeviceComparison, DeviceDigest
 from refitd.worker.gather import gather
 from refitd.worker.plan import Route
 
@@ -130,8 +130,9 @@ def test_one_changed_bit_names_its_tensor(dtype: torch.dtype, device: torch.devi
     }
     copies = [(name, Copy(source, target, transfer)) for name, transfer in transfers.items()]
     DeviceCopies([copy for _, copy in copies]).run()
-    assert unequal(copies, device) == []
+    comparison = DeviceComparison(copies, device)
+    assert comparison.different() == []
     for name, at in (("first", 64 + 299_999), ("odd", 400_001), ("rows", 600_000 + 3000 * 19 + 2999)):
         target[at : at + 1].view(torch.uint8).bitwise_xor_(128)
-        assert unequal(copies, device) == [name]
+        assert comparison.different() == [name]
         target[at : at + 1].view(torch.uint8).bitwise_xor_(128)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import psutil
@@ -180,32 +181,26 @@ def test_bad_handles_are_refused_and_the_engine_goes_on(gpu_daemon: Daemon, gpu_
     """Foreign bytes, another device, the same handle twice: typed, and nothing served changes."""
     import msgspec
 
+    from refit_trainer.cuda_memory import CudaMemory
     from refit_trainer.sharing import shared_module
 
     gpu_daemon.refit(gpu_model)
     shared = shared_module(gpu_model)
     assert shared is not None
     good = shared.memory._exported
+    first, *rest = [exported.segment for exported in good]
     wrong = {
-        ErrorCode.MEMORY_UNAVAILABLE: [msgspec.structs.replace(good[0].segment, handle=bytes(64)), good[1].segment],
-        ErrorCode.WRONG_DEVICE: [msgspec.structs.replace(good[0].segment, device_uuid="GPU-0"), good[1].segment],
-        ErrorCode.INVALID_DESCRIPTOR: [good[0].segment, good[0].segment],
+        ErrorCode.MEMORY_UNAVAILABLE: [msgspec.structs.replace(first, handle=bytes(64)), *rest],
+        ErrorCode.WRONG_DEVICE: [msgspec.structs.replace(first, device_uuid="GPU-0"), *rest],
+        ErrorCode.INVALID_DESCRIPTOR: [first, *rest, first],
     }
     for code, segments in wrong.items():
         with unharmed(gpu_daemon):
-            memory = type(shared.memory)(
-                [msgspec_replace(exported, segment) for exported, segment in zip(good, segments, strict=False)]
-            )
-            shared.memory = memory
+            exported = [replace(good[0], segment=segment) for segment in segments]
+            shared.memory = CudaMemory(exported)
             with pytest.raises(RefitdError) as raised:
                 gpu_daemon.refit(gpu_model)
             assert raised.value.code is code
-
-
-def msgspec_replace(exported: object, segment: object) -> object:
-    from dataclasses import replace
-
-    return replace(exported, segment=segment)
 
 
 def test_a_module_on_two_kinds_of_devices_is_refused_with_advice() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,6 +15,9 @@ from refit_protocol.errors import ErrorCode, ProtocolError
 from refitd.worker.copies import Copy, view_of
 from refitd.worker.digest import as_bits, bits_of, flat_index, from_bits
 from refitd.worker.gather import gather
+
+if TYPE_CHECKING:
+    from refitd.worker.cuda_digest import DeviceComparison
 
 CHUNK_ELEMENTS = 1 << 22
 
@@ -97,26 +101,43 @@ class _SampledPair:
         return sorted(set(self._names[unequal.cpu().numpy()].tolist()))
 
 
-def check_every_element(copies: Iterable[NamedCopy]) -> None:
-    """Raises `attest_failed` naming the tensors that did not arrive bit for bit."""
-    _require_none(different_tensors(copies))
+class FullComparison:
+    """Every element of both sides of a set of copies; prepared at its first use."""
+
+    def __init__(self, copies: Sequence[NamedCopy]) -> None:
+        self._copies = copies
+        self._on_device: DeviceComparison | None = None
+
+    def check(self) -> None:
+        """Raises `attest_failed` naming the tensors that did not arrive bit for bit."""
+        plain, others = _on_device_and_others(self._copies)
+        if plain and self._on_device is None:
+            self._on_device = _device_comparison(plain)
+        different = self._on_device.different() if self._on_device is not None else []
+        _require_none(sorted({*different, *(named.tensor for named in others if not arrived(named.copy))}))
 
 
-def different_tensors(copies: Iterable[NamedCopy]) -> list[str]:
-    on_device: list[NamedCopy] = []
-    others: list[NamedCopy] = []
-    for named in copies:
-        plain = named.copy.source.dtype == named.copy.target.dtype
-        (on_device if plain and named.copy.target.is_cuda else others).append(named)
-    different = _unequal_on_device(on_device) if on_device else []
+def different_tensors(copies: Sequence[NamedCopy]) -> list[str]:
+    plain, others = _on_device_and_others(copies)
+    different = _device_comparison(plain).different() if plain else []
     return sorted({*different, *(named.tensor for named in others if not arrived(named.copy))})
 
 
-def _unequal_on_device(copies: Sequence[NamedCopy]) -> list[str]:
-    # CuPy is only there where the engine runs on a GPU.
-    from refitd.worker.cuda_digest import unequal
+def _on_device_and_others(copies: Iterable[NamedCopy]) -> tuple[list[NamedCopy], list[NamedCopy]]:
+    """Those that a kernel can compare, and the rest."""
+    plain: list[NamedCopy] = []
+    others: list[NamedCopy] = []
+    for named in copies:
+        same = named.copy.source.dtype == named.copy.target.dtype
+        (plain if same and named.copy.target.is_cuda else others).append(named)
+    return plain, others
 
-    return unequal([(named.tensor, named.copy) for named in copies], copies[0].copy.target.device)
+
+def _device_comparison(copies: Sequence[NamedCopy]) -> DeviceComparison:
+    # CuPy is only there where the engine runs on a GPU.
+    from refitd.worker.cuda_digest import DeviceComparison
+
+    return DeviceComparison([(named.tensor, named.copy) for named in copies], copies[0].copy.target.device)
 
 
 def arrived(copy: Copy) -> bool:

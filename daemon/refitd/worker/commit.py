@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
 
-from refitd.worker.attest import check_every_element, check_finite, check_same
+from refitd.worker.attest import check_finite, check_same
 from refitd.worker.proof import load_and_prove, prove_by_reload
 from refitd.worker.sources import CompiledSource, InplaceSource
 from refitd.worker.weights import EngineWeights, torch_dtype
@@ -78,7 +77,7 @@ def begin_attest(compiled: CompiledSource, how: Attest) -> Callable[[], None]:
         case Attest.SAMPLED:
             return compiled.comparison.begin()
         case Attest.FULL:
-            return partial(check_every_element, compiled.copies)
+            return compiled.full_comparison.check
 
 
 def _nothing_to_check() -> None:

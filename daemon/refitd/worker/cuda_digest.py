@@ -57,24 +57,28 @@ class DeviceDigest:
         return dict(zip(self._keys, sums, strict=True))
 
 
-def unequal(copies: Sequence[tuple[str, Copy]], device: torch.device) -> list[str]:
-    """The names of copies whose two sides, of one dtype, hold different bytes; one pass over both."""
-    rows: dict[int, list[NDArray[np.void]]] = defaultdict(list)
-    names: dict[int, list[str]] = defaultdict(list)
-    for name, copy in copies:
-        width = copy.target.element_size()
-        found = [_rows(run, width, 0, 0) for run in _copy_runs(copy)]
-        rows[width] += found
-        names[width] += [name] * sum(len(table) for table in found)
-    lanes = torch.from_numpy(lane_weights().copy()).to(device)
-    sums = torch.zeros(1, dtype=torch.int64, device=device)
-    different: set[str] = set()
-    with torch.cuda.device(device):
-        for width, tables in rows.items():
-            table = _Table(width, np.concatenate(tables), device)
-            table.run(lanes, sums)
-            different.update(np.array(names[width])[table.different()].tolist())
-    return sorted(different)
+class DeviceComparison:
+    """Compares both sides of copies between equal dtypes; tables are made once, a check is one pass over both sides."""
+
+    def __init__(self, copies: Sequence[tuple[str, Copy]], device: torch.device) -> None:
+        rows: dict[int, list[NDArray[np.void]]] = defaultdict(list)
+        names: dict[int, list[str]] = defaultdict(list)
+        for name, copy in copies:
+            width = copy.target.element_size()
+            found = [_rows(run, width, 0, 0) for run in _copy_runs(copy)]
+            rows[width] += found
+            names[width] += [name] * sum(len(table) for table in found)
+        self._device = device
+        self._lanes = torch.from_numpy(lane_weights().copy()).to(device)
+        self._tables = [(np.array(names[width]), _Table(width, np.concatenate(rows[width]), device)) for width in rows]
+
+    def different(self) -> list[str]:
+        """The names of copies whose two sides hold different bytes."""
+        sums = torch.zeros(1, dtype=torch.int64, device=self._device)
+        with torch.cuda.device(self._device):
+            for _, table in self._tables:
+                table.run(self._lanes, sums)
+            return sorted({name for names, table in self._tables for name in names[table.different()].tolist()})
 
 
 class _Table:
@@ -88,6 +92,7 @@ class _Table:
         self._blocks = min(multiprocessors(device) * BLOCKS_PER_MULTIPROCESSOR, self._count)
 
     def run(self, lanes: torch.Tensor, sums: torch.Tensor) -> None:
+        self._different.zero_()
         launch(self._kernel, self._blocks, THREADS, self._rows, self._count, lanes, sums, self._different)
 
     def different(self) -> NDArray[np.bool_]:

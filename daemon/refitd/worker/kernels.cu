@@ -83,21 +83,49 @@ union Vector {
 };
 
 // 256 threads take a block of LANES elements at a time, 16 elements each, so that a thread always meets the same lanes
-// and keeps their weights in registers.
+// and keeps their weights in registers: the lower half as a signed number, and what then remains above it, so that a
+// narrow element costs one wide and one narrow multiply-add.
 template <typename Bits>
 struct Lanes {
     static const int PER_VECTOR = 16 / sizeof(Bits);
     static const int VECTORS = 16 / PER_VECTOR;
-    u64 weights[16];
+    int lower[16];
+    u32 upper[16];
 
     __device__ __forceinline__ explicit Lanes(const u64* lane_weights) {
 #pragma unroll
         for (int v = 0; v < VECTORS; v++)
 #pragma unroll
-            for (int i = 0; i < PER_VECTOR; i++)
-                weights[v * PER_VECTOR + i] = lane_weights[(v * 256 + threadIdx.x) * PER_VECTOR + i];
+            for (int i = 0; i < PER_VECTOR; i++) {
+                const u64 weight = lane_weights[(v * 256 + threadIdx.x) * PER_VECTOR + i];
+                lower[v * PER_VECTOR + i] = (int)(u32)weight;
+                upper[v * PER_VECTOR + i] = (u32)(weight >> 32) + ((u32)weight >> 31);
+            }
     }
 };
+
+// The weighted sum of 16 elements, modulo 2^64.
+template <typename Bits>
+__device__ __forceinline__ u64 weigh(const Vector<Bits>* held, const Lanes<Bits>& lanes) {
+    i64 wide = 0;
+    u32 above = 0;
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        const int bits = held[i / Lanes<Bits>::PER_VECTOR].bits[i % Lanes<Bits>::PER_VECTOR];
+        wide += (i64)bits * lanes.lower[i];
+        above += (u32)bits * lanes.upper[i];
+    }
+    return (u64)wide + ((u64)above << 32);
+}
+
+template <>
+__device__ __forceinline__ u64 weigh<i64>(const Vector<i64>* held, const Lanes<i64>& lanes) {
+    u64 sum = 0;
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+        sum += (u64)held[i / 2].bits[i % 2] * (((u64)lanes.upper[i] << 32) + (u64)(i64)lanes.lower[i]);
+    return sum;
+}
 
 template <typename Bits>
 __device__ __forceinline__ u64 sum_aligned(const Run& run, u32 blocks, const Lanes<Bits>& lanes, bool& differs) {
@@ -119,13 +147,7 @@ __device__ __forceinline__ u64 sum_aligned(const Run& run, u32 blocks, const Lan
                            same.w != held[v].raw.w;
             }
         }
-        u64 part = 0;
-#pragma unroll
-        for (int v = 0; v < L::VECTORS; v++)
-#pragma unroll
-            for (int i = 0; i < L::PER_VECTOR; i++)
-                part += (u64)(i64)held[v].bits[i] * lanes.weights[v * L::PER_VECTOR + i];
-        sum += part * block_weight(run.first / LANES + block, run.salt);
+        sum += weigh<Bits>(held, lanes) * block_weight(run.first / LANES + block, run.salt);
     }
     return sum;
 }
@@ -167,13 +189,13 @@ __device__ __forceinline__ void digest(const Run* runs, u32 count, const u64* la
         if (differs) different[number] = 1;
     }
 }
-extern "C" __global__ __launch_bounds__(256) void digest_1(const Run* r, u32 n, const u64* w, u64* s, unsigned char* d) {
+extern "C" __global__ __launch_bounds__(256, 3) void digest_1(const Run* r, u32 n, const u64* w, u64* s, unsigned char* d) {
     digest<signed char>(r, n, w, s, d);
 }
-extern "C" __global__ __launch_bounds__(256) void digest_2(const Run* r, u32 n, const u64* w, u64* s, unsigned char* d) {
+extern "C" __global__ __launch_bounds__(256, 3) void digest_2(const Run* r, u32 n, const u64* w, u64* s, unsigned char* d) {
     digest<short>(r, n, w, s, d);
 }
-extern "C" __global__ __launch_bounds__(256) void digest_4(const Run* r, u32 n, const u64* w, u64* s, unsigned char* d) {
+extern "C" __global__ __launch_bounds__(256, 3) void digest_4(const Run* r, u32 n, const u64* w, u64* s, unsigned char* d) {
     digest<int>(r, n, w, s, d);
 }
 extern "C" __global__ __launch_bounds__(256) void digest_8(const Run* r, u32 n, const u64* w, u64* s, unsigned char* d) {

@@ -9,7 +9,7 @@ import torch
 
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.tensors import DType, Segment, SourceTensor
-from refitd.worker.attest import NamedCopy, SampledComparison
+from refitd.worker.attest import FullComparison, NamedCopy, SampledComparison
 from refitd.worker.boxes import Transfer, follow_strides, split_like
 from refitd.worker.copies import Copy
 from refitd.worker.digest import samples
@@ -69,6 +69,7 @@ class CompiledSource:
     copies: tuple[NamedCopy, ...]
     program: Program
     comparison: SampledComparison
+    full_comparison: FullComparison
     loader_tensors: Mapping[str, str]
     size_bytes: int
 
@@ -151,6 +152,7 @@ class InplaceSource:
             copies=copies,
             program=program,
             comparison=SampledComparison([(by_route[s.route], s.ordinals) for s in samples(weights, routes)]),
+            full_comparison=FullComparison(copies),
             loader_tensors=loader_tensors,
             size_bytes=program.size_bytes + sum(self.tensors[name].size_bytes for name in loader_tensors),
         )
