@@ -70,10 +70,12 @@ def test_sleep_gives_memory_to_the_trainer_and_a_refit_ends_it(
     sleepy.sleep(level)
     freed = torch.cuda.mem_get_info()[0] - awake_free
     assert freed >= SLEEPY_CACHE_BYTES
-    for refused_call in (lambda: sampled(sleepy), lambda: sleepy.refit(gpu_model)):
-        with pytest.raises(RefitdError) as refused:
-            refused_call()
-        assert refused.value.code is ErrorCode.ASLEEP
+    with pytest.raises(RefitdError) as refused:
+        sampled(sleepy)
+    assert refused.value.code is ErrorCode.ASLEEP
+    with pytest.raises(RefitdError) as refused:
+        sleepy.refit(gpu_model)
+    assert refused.value.code is ErrorCode.NOT_ALLOWED_NOW
     held = torch.empty(freed - (1 << 30), dtype=torch.uint8, device="cuda").fill_(1)
     del held
     torch.cuda.empty_cache()
@@ -94,7 +96,7 @@ def test_after_deep_sleep_nothing_is_served_before_a_refit(sleepy: Daemon, gpu_m
     sleepy.wake_up()
     with pytest.raises(RefitdError) as refused:
         sampled(sleepy)
-    assert refused.value.code is ErrorCode.TORN
+    assert refused.value.code is ErrorCode.ASLEEP
     sleepy.refit(gpu_model)
     assert sampled(sleepy) == before
 
