@@ -81,3 +81,12 @@ def test_interleaved_boxes_cannot_be_clipped() -> None:
     """A box whose inner dimension reaches past the step of the outer one is no union of few ranges."""
     interleaved = Box(0, (3, 4), (1, 2))
     assert not Transfer(interleaved, interleaved).can_clip
+
+
+def test_clipping_a_huge_run_does_not_walk_over_its_elements() -> None:
+    """A vocabulary's worth of elements is cut as fast as a few: a walk over these would take hours."""
+    elements = 1 << 40
+    whole = Transfer(Box(0, (elements,), (1,)), Box(64, (elements,), (1,)))
+    assert whole.clipped(10, elements - 5) == [
+        Transfer(Box(10, (elements - 15,), (1,)), Box(74, (elements - 15,), (1,)))
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 
 from refit_protocol.tensors import row_major_strides
@@ -162,11 +163,16 @@ def _clip(
     whole = range(max(-(-lower // stride), 0), min((upper - span) // stride + 1, size))
     if len(whole):
         yield (whole.start, *(0 for _ in sizes[1:])), (len(whole), *sizes[1:])
-    for row in touched:
-        if row in whole:
-            continue
+    for row in _outside(touched, whole):
         for starts, inner in _clip(sizes[1:], strides[1:], lower - row * stride, upper - row * stride):
             yield (row, *starts), (1, *inner)
+
+
+def _outside(rows: range, middle: range) -> Iterator[int]:
+    """`rows` without those in `middle`, of which there may be billions."""
+    if not len(middle):
+        return iter(rows)
+    return chain(range(rows.start, middle.start), range(middle.stop, rows.stop))
 
 
 def _sub_box(box: Box, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Box:

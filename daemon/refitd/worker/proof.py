@@ -25,6 +25,7 @@ def load_and_prove(weights: EngineWeights, source: InplaceSource, compiled: Comp
         weights.demote(modules)
     weights.proven_plan = weights.plan
     source.proven = True
+    _give_back_buffers()
 
 
 def prove_by_reload(weights: EngineWeights) -> None:
@@ -42,6 +43,13 @@ def prove_by_reload(weights: EngineWeights) -> None:
         message = "the plan was wrong; the next refit sends what it got wrong through vLLM's loader"
         raise ProtocolError(ErrorCode.REFIT_FAILED, message, parameters=different[:100])
     weights.proven_plan = plan
+    _give_back_buffers()
+
+
+def _give_back_buffers() -> None:
+    """The loader's, which PyTorch would keep for the engine although the trainer needs the memory more."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _taken_apart(weights: EngineWeights, parameters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
