@@ -22,7 +22,6 @@ import vllm
 import vllm.exceptions
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -47,7 +46,6 @@ __all__ = [
     "AsyncEngineArgs",
     "EngineDeadError",
     "IncrementalDetokenizer",
-    "LoRARequest",
     "StampedLLM",
     "engine_argument_names",
     "vllm_sampling_params",
@@ -118,16 +116,13 @@ class StampedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not checked
         self._tasks = await self.get_supported_tasks()
         self._run_output_handler()
 
-    def prepare(
-        self, token_ids: list[int], params: SamplingParams, *, priority: int, lora: LoRARequest | None
-    ) -> EngineCoreRequest:
+    def prepare(self, token_ids: list[int], params: SamplingParams, *, priority: int) -> EngineCoreRequest:
         """Validates with vLLM's own input processor; the request has no id of its own yet: see `numbered`."""
         return self.input_processor.process_inputs(
             "prepared",
             {"type": "token", "prompt_token_ids": token_ids},
             params,
             supported_tasks=self._tasks,
-            lora_request=lora,
             priority=priority,
         )
 

@@ -35,10 +35,7 @@ class Section(BaseModel):
 
 
 class EngineConfig(Section):
-    """What vLLM is started with. `extra` holds further vLLM engine arguments by their own names.
-
-    `loras` names adapters by their directories; a request chooses one by its name.
-    """
+    """What vLLM is started with. `extra` holds further vLLM engine arguments by their own names."""
 
     dtype: str = "auto"
     load_format: str = "auto"
@@ -56,7 +53,6 @@ class EngineConfig(Section):
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     max_logprobs: int = Field(default=20, ge=0)
     scheduling_policy: Literal["priority", "fcfs"] = "priority"
-    loras: dict[str, Path] = {}
     cpu_kv_cache_gib: int = Field(default=4, gt=0)
     liveness_interval_seconds: float = Field(default=2.0, gt=0)
     liveness_timeout_seconds: float = Field(default=20.0, gt=0)

@@ -92,7 +92,6 @@ class EngineInfo:
     has_tokenizer: bool
     priorities: bool
     routed_experts: bool
-    loras: tuple[str, ...]
 
 
 def engine_environment(config: Config) -> dict[str, str]:
@@ -158,7 +157,6 @@ class Engine:
             has_tokenizer=self.llm.tokenizer is not None,
             priorities=self._config.engine.scheduling_policy == "priority",
             routed_experts=compat.returns_routed_experts(self.llm),
-            loras=tuple(self._config.engine.loras),
         )
 
     # --- workers ------------------------------------------------------------------------------------------------------
@@ -201,14 +199,13 @@ class Engine:
         max_tokens: int,
         stop_token_ids: list[int],
         priority: int,
-        lora: str | None,
     ) -> PreparedRequest:
         """A prompt in vLLM's form, to be submitted once per output. Raises `invalid_sampling` with vLLM's reason."""
         from refitd import compat
 
         try:
             params = compat.vllm_sampling_params(sampling, max_tokens=max_tokens, stop_token_ids=stop_token_ids)
-            return self.llm.prepare(token_ids, params, priority=priority, lora=self._lora(lora))
+            return self.llm.prepare(token_ids, params, priority=priority)
         except compat.REFUSALS as error:
             raise ProtocolError(ErrorCode.INVALID_SAMPLING, str(error)) from None
 
@@ -246,14 +243,6 @@ class Engine:
         if tokenizer is None:
             raise ProtocolError(ErrorCode.UNSUPPORTED, "the engine has no tokenizer: send token ids")
         return list(tokenizer.encode(text))
-
-    def _lora(self, name: str | None) -> Any:
-        if name is None:
-            return None
-        from refitd import compat
-
-        adapters = self._config.engine.loras
-        return compat.LoRARequest(name, 1 + list(adapters).index(name), str(adapters[name]))
 
     # --- between two versions -----------------------------------------------------------------------------------------
 
@@ -337,7 +326,6 @@ def engine_arguments(config: Config) -> dict[str, Any]:
         "max_num_seqs": engine.max_num_seqs,
         "gpu_memory_utilization": engine.gpu_memory_utilization,
         "served_model_name": engine.served_model_name,
-        "enable_lora": True if engine.loras else None,
     }
     return {
         "model": config.model,

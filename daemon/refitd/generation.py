@@ -199,7 +199,6 @@ class Generation:
                 max_tokens=job.resolved.max_tokens[prompt],
                 stop_token_ids=job.resolved.stop_token_ids,
                 priority=job.body.priority,
-                lora=job.body.lora,
             )
         return job.prepared[prompt]
 

@@ -131,9 +131,10 @@ def _check_structured(structured: StructuredOutputs | None) -> None:
 
 
 def _check_abilities(body: Generate, info: EngineInfo) -> None:
-    if body.lora is not None and body.lora not in info.loras:
-        known = ", ".join(info.loras) or "none"
-        raise _invalid(f"LoRA adapter {body.lora!r} is not loaded; loaded are: {known} (engine.loras)")
+    if body.lora is not None:
+        raise ProtocolError(
+            ErrorCode.UNSUPPORTED, f"LoRA adapter {body.lora!r} is not loaded: this daemon serves the base model only"
+        )
     if body.routed_experts and not info.routed_experts:
         raise ProtocolError(
             ErrorCode.UNSUPPORTED,

@@ -25,7 +25,6 @@ ENGINE = EngineInfo(
     has_tokenizer=True,
     priorities=True,
     routed_experts=False,
-    loras=("kind",),
 )
 NAN, INFINITY = float("nan"), float("inf")
 
@@ -71,7 +70,6 @@ REQUESTS: dict[str, Generate] = {
     "max_version_lag is -1": Generate(min_version=1, max_version_lag=-1),
     "deadline_seconds is 0": Generate(deadline_seconds=0.0),
     "deadline_seconds is nan": Generate(deadline_seconds=NAN),
-    "'unkind' is not loaded": Generate(lora="unkind"),
     "priority": Generate(priority=2**31),
 }
 
@@ -95,14 +93,14 @@ def test_every_extreme_that_can_be_is_let_through() -> None:
     sampling = Sampling(
         temperature=0.0, top_p=1e-9, top_k=-1, min_p=1.0, presence_penalty=-2.0, frequency_penalty=2.0, logprobs=20
     )
-    resolved = resolve(Generate(sampling=sampling, lora="kind", priority=-7), Prompts([[5] * 255]), ENGINE)
+    resolved = resolve(Generate(sampling=sampling, priority=-7), Prompts([[5] * 255]), ENGINE)
     assert resolved.max_tokens == [1]
 
 
 @pytest.mark.parametrize(
     ("options", "code", "named"),
     [
-        ({"lora": "unkind"}, ErrorCode.INVALID_SAMPLING, "loaded are: none"),
+        ({"lora": "kind"}, ErrorCode.UNSUPPORTED, "'kind' is not loaded"),
         ({"routed_experts": True}, ErrorCode.UNSUPPORTED, "mixture-of-experts"),
         (
             {"sampling": Sampling(structured=StructuredOutputs(regex="(["))},
