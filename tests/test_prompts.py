@@ -1,4 +1,4 @@
-"""Prompts and sampling are checked before the engine sees them."""
+"""Prompts are checked before the engine sees them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from refit_protocol.errors import ErrorCode, ProtocolError
-from refit_protocol.messages import Generate, ModelInfo, Sampling
+from refit_protocol.messages import Generate, ModelInfo
 from refitd.config import ServerConfig
-from refitd.prompts import Prompts, read_prompts, resolve
+from refitd.prompts import Prompts, read_prompts
 
 MODEL = ModelInfo(name="m", vocab_size=100, max_model_len=10, dtype="bfloat16", eos_token_ids=[2, 5])
 
@@ -61,18 +61,3 @@ def test_texts_are_tokenized() -> None:
     prompts = read_prompts(Generate(texts=["ab"]), [], MODEL, ServerConfig(), lambda text: [ord(c) - 90 for c in text])
     assert prompts.ids == [[7, 8]]
 
-
-def test_the_resolved_values_say_what_the_engine_uses() -> None:
-    """The clamp by prompt, and the model's whole EOS set unless EOS is ignored."""
-    prompts = Prompts([[1, 2, 3], [1] * 8])
-    resolved = resolve(
-        Generate(sampling=Sampling(max_tokens=5, stop_token_ids=[9])),
-        prompts,
-        MODEL,
-        "processed_logprobs",
-        has_tokenizer=False,
-    )
-    assert (resolved.max_tokens, resolved.clamped) == ([5, 2], [False, True])
-    assert resolved.stop_token_ids == [2, 5, 9]
-    ignoring = Generate(sampling=Sampling(ignore_eos=True))
-    assert resolve(ignoring, prompts, MODEL, "processed_logprobs", has_tokenizer=False).stop_token_ids == []
