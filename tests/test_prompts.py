@@ -60,4 +60,3 @@ def test_texts_are_tokenized() -> None:
     """By the engine's tokenizer."""
     prompts = read_prompts(Generate(texts=["ab"]), [], MODEL, ServerConfig(), lambda text: [ord(c) - 90 for c in text])
     assert prompts.ids == [[7, 8]]
-
