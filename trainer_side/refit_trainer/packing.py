@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+import numpy as np
 import torch
 
 from refit_protocol.tensors import BucketPiece, TensorShape, aligned
@@ -62,11 +63,19 @@ def copy_range(tensor: torch.Tensor, first: int, flat: torch.Tensor) -> None:
     """Copies the elements `[first, first + len(flat))` in row-major order into `flat`; the tensor may be strided."""
     count = flat.numel()
     if tensor.is_contiguous():
-        flat.copy_(tensor.view(-1)[first : first + count])
+        _copy_run(tensor.view(-1)[first : first + count], flat)
     elif count == tensor.numel():
         flat.view(tensor.shape).copy_(tensor)
     else:
         _copy_rows(tensor, first, flat)
+
+
+def _copy_run(source: torch.Tensor, target: torch.Tensor) -> None:
+    """On the CPU by the calling thread alone: PyTorch's threads would fight the engine's for its cores."""
+    if source.device.type == target.device.type == "cpu":
+        np.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
+    else:
+        target.copy_(source)
 
 
 def _copy_rows(tensor: torch.Tensor, first: int, flat: torch.Tensor) -> None:
