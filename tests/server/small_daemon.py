@@ -75,19 +75,34 @@ class Step:
 class ScriptedEngine:
     """Token number i of every request is `i % 500`, so a reader can tell what is missing. Steps when told to."""
 
-    has_tokenizer: bool = False
     running: dict[str, tuple[int, int]] = field(default_factory=dict)
     on_step: Callable[[list[Step]], None] = lambda _steps: None
     info: EngineInfo = field(
         default_factory=lambda: EngineInfo(
-            model=MODEL, manifest=[], devices=["cpu"], vllm_version="0", logprobs_mode="raw", load_seconds=0.0
+            model=MODEL,
+            manifest=[],
+            devices=["cpu"],
+            vllm_version="0",
+            logprobs_mode="raw",
+            load_seconds=0.0,
+            max_logprobs=20,
+            has_tokenizer=False,
+            priorities=True,
+            routed_experts=False,
         )
     )
 
     def tokenize(self, text: str) -> list[int]:
         return [len(text)]
 
-    async def submit(self, key: str, _prompt: list[int], _sampling: Sampling, *, max_tokens: int, **_: Any) -> None:
+    def prepare(self, _prompt: list[int], _sampling: Sampling, *, max_tokens: int, **_: Any) -> int:
+        return max_tokens
+
+    def numbered(self, prepared: int, key: str, **_: Any) -> tuple[tuple[str, int], None]:
+        return (key, prepared), None
+
+    async def submit(self, request: tuple[str, int]) -> None:
+        key, max_tokens = request
         self.running[key] = (0, max_tokens)
 
     async def withdraw(self, keys: list[str]) -> None:
