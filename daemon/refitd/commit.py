@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -51,6 +51,15 @@ class Ticket:
     started: float = field(default_factory=time.monotonic)
     shut: float = 0.0
 
+    def check(self) -> None:
+        """Raises `deadline_exceeded`, to be asked before the first byte is written."""
+        if time.monotonic() > self.started + self.deadline_seconds:
+            raise WorkerError(
+                ErrorCode.DEADLINE_EXCEEDED,
+                f"{self.deadline_seconds:g} s were over before the first write",
+                wrote=False,
+            )
+
     @property
     def remaining_seconds(self) -> float:
         return max(0.001, self.started + self.deadline_seconds - time.monotonic())
@@ -63,6 +72,7 @@ class Commit:
         self._config = config
         self._engine = engine
         self._gate = gate
+        self._exclusive: str | None = None
         self.digest: str | None = None
         self.digest_mode: AttestMode = "sampled"
         self.restorable_version: int | None = None
@@ -88,20 +98,41 @@ class Commit:
         partial: bool,
     ) -> Ticket:
         """Raises what makes a refit impossible from the start: state, version, a partial one on torn weights."""
+        wanted = self._gate.version + 1 if version is None else version
+        ticket = Ticket(wanted, policy, attest, check_finite, deadline_seconds, partial)
+        self._check(ticket)
+        return ticket
+
+    def _check(self, ticket: Ticket) -> None:
+        self.refuse_while_busy()
         state = self._gate.state
         if state not in (EngineState.READY, EngineState.TORN, EngineState.ASLEEP):
             raise ProtocolError(*NOT_SERVABLE[state], state=state.value)
-        step(SLEEP_TRANSITIONS, self._gate.sleep, _sleep_event(partial))
-        if partial and state is EngineState.TORN:
+        step(SLEEP_TRANSITIONS, self._gate.sleep, _sleep_event(ticket.partial))
+        if ticket.partial and state is EngineState.TORN:
             raise ProtocolError(ErrorCode.TORN, "the weights are torn: only a full refit can replace all of them")
-        wanted = self._gate.version + 1 if version is None else version
-        if not self._gate.version < wanted <= U64_MAX:
+        if not self._gate.version < ticket.version <= U64_MAX:
             raise ProtocolError(
                 ErrorCode.VERSION_NOT_INCREASING,
-                f"version {wanted} is not above {self._gate.version}, the one served",
+                f"version {ticket.version} is not above {self._gate.version}, the one served",
                 version=self._gate.version,
             )
-        return Ticket(wanted, policy, attest, check_finite, deadline_seconds, partial)
+
+    def refuse_while_busy(self) -> None:
+        """Raises `refit_in_progress` while a refit, a restore or a change of sleep is under way."""
+        if self._gate.state is EngineState.REFITTING or self._exclusive is not None:
+            what = self._exclusive or "another refit"
+            raise ProtocolError(ErrorCode.REFIT_IN_PROGRESS, f"{what} is under way: wait for its end")
+
+    @contextmanager
+    def exclusive(self, what: str) -> Iterator[None]:
+        """Keeps refits, restores and changes of sleep apart, also while one of them awaits the engine."""
+        self.refuse_while_busy()
+        self._exclusive = what
+        try:
+            yield
+        finally:
+            self._exclusive = None
 
     @asynccontextmanager
     async def window(self, ticket: Ticket) -> AsyncIterator[None]:
@@ -109,7 +140,10 @@ class Commit:
 
         The body must `publish` or raise.
         """
+        # Again, since a task lies between the ticket and this: no await may come between the check and the step.
+        self._check(ticket)
         was_torn = self._gate.state is EngineState.TORN
+        sleep_after = step(SLEEP_TRANSITIONS, self._gate.sleep, _sleep_event(ticket.partial))
         self._gate.step(EngineEvent.REFIT_STARTED)
         try:
             frozen = await self._quiesce(ticket)
@@ -125,7 +159,7 @@ class Commit:
         finally:
             if frozen and self._gate.state is not EngineState.DEAD:
                 await self._engine.thaw(self._config.deadline_seconds)
-        self._gate.sleep = step(SLEEP_TRANSITIONS, self._gate.sleep, _sleep_event(ticket.partial))
+        self._gate.sleep = sleep_after
         self._gate.refit_ended(EngineEvent.REFIT_COMMITTED)
         await self._keep_last()
 
@@ -153,6 +187,10 @@ class Commit:
 
     async def restore(self) -> None:
         """Torn weights are replaced by the last committed ones; raises `nothing_to_restore`."""
+        with self.exclusive("a restore"):
+            await self._restore()
+
+    async def _restore(self) -> None:
         if self._config.keep_last == "none":
             raise ProtocolError(
                 ErrorCode.NOTHING_TO_RESTORE,
@@ -179,7 +217,7 @@ class Commit:
             await self.abort_requests(None)
         if self._gate.running:
             await self._engine.freeze(
-                clear_cache=ticket.policy == "recompute", timeout_seconds=ticket.remaining_seconds
+                clear_cache=ticket.policy == "recompute", timeout_seconds=self._config.deadline_seconds
             )
             return True
         return False
@@ -203,6 +241,8 @@ class Commit:
         self.digest = None
         self._report_failure(error)
         await self._recover()
+        if isinstance(error, ProtocolError):
+            error.details["state"] = self._gate.state.value
 
     async def _recover(self) -> None:
         """Restores what was kept; without, running requests end: they must not go on with torn weights."""

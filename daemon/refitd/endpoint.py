@@ -59,7 +59,8 @@ Endpoint = EndpointLock | TcpEndpoint
 
 
 def take_endpoint(config: Config) -> Endpoint:
-    """Raises `EndpointError`."""
+    """Makes the runtime directory, where state files lie even if the endpoint does not. Raises `EndpointError`."""
+    _prepare_directory(config.runtime_directory, shared=config.server.socket_group is not None)
     path = socket_path(config.endpoint)
     if path is not None:
         return EndpointLock(path, config.server)

@@ -204,10 +204,11 @@ class Generation:
 
     def _check_capacity(self, more: int) -> None:
         limit = self._config.generation.max_running_requests
-        if len(self._outputs) + more > limit:
+        accepted = sum(job.unfinished for jobs in self._jobs.values() for job in jobs.values())
+        if accepted + more > limit:
             raise ProtocolError(
                 ErrorCode.TOO_MANY_REQUESTS,
-                f"{len(self._outputs)} sequences run, {more} more would pass the limit {limit}",
+                f"{accepted} sequences run or wait, {more} more would pass the limit {limit}",
             )
 
     async def _submit_all(self, job: Job) -> None:
@@ -215,10 +216,23 @@ class Generation:
         if wanted is not None and job.body.max_version_lag is not None:
             wanted = max(0, wanted - job.body.max_version_lag)
         for output in job.outputs:
+            version = await self._admit(job, wanted)
             if job.done.is_set():
                 return
-            version = await self._gate.admit(wanted, job.remaining_seconds(self._deadline(job)))
             await self._submit(output, version)
+
+    async def _admit(self, job: Job, wanted: int | None) -> int:
+        """The version served; returns early, for nothing, when the job is cancelled while it waits."""
+        wait = self._gate.admit(wanted, job.remaining_seconds(self._deadline(job)))
+        if self._gate.open and (wanted is None or self._gate.version >= wanted):
+            return await wait
+        admitted, done = asyncio.ensure_future(wait), asyncio.ensure_future(job.done.wait())
+        try:
+            await asyncio.wait({admitted, done}, return_when=asyncio.FIRST_COMPLETED)
+            return self._gate.version if job.done.is_set() else await admitted
+        finally:
+            admitted.cancel()
+            done.cancel()
 
     async def _submit(self, output: Output, version: int) -> None:
         output.key = f"refitd-{next(self._keys)}"
@@ -238,7 +252,9 @@ class Generation:
         await self._engine.withdraw([output.key for output in unstarted])
         for output in unstarted:
             self._forget(output)
-            await self._submit(output, version)
+        for output in unstarted:
+            if output.finish_reason is None:
+                await self._submit(output, version)
 
     async def _until_done(self, job: Job) -> None:
         try:

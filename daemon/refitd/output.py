@@ -223,7 +223,7 @@ class Job:
             for prompt in range(len(prompts.ids))
             for index in range(n)
         ]
-        self._unfinished = len(self.outputs)
+        self.unfinished = len(self.outputs)
 
     @property
     def size_bytes(self) -> int:
@@ -255,8 +255,8 @@ class Job:
             self._first_token = time.monotonic()
 
     def output_finished(self) -> None:
-        self._unfinished -= 1
-        if self._unfinished == 0:
+        self.unfinished -= 1
+        if self.unfinished == 0:
             self.ended()
             self.done.set()
 

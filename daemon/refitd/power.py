@@ -45,7 +45,6 @@ class Power:
                 ErrorCode.UNSUPPORTED, f"policy {call.body.policy!r}: requests cannot sleep, choose finish or abort"
             )
         async with self._order:
-            self._refuse_unless((EngineState.READY, EngineState.ASLEEP))
             await asyncio.shield(self._fall_asleep(call.body))
         yield self._answer()
 
@@ -53,11 +52,15 @@ class Power:
         """Waking what is awake changes nothing. After level 2 the weights are empty until a full refit."""
         assert isinstance(call.body, WakeUp)
         async with self._order:
-            self._refuse_unless((EngineState.READY, EngineState.ASLEEP))
             await asyncio.shield(self._wake(call.body.tags))
         yield self._answer()
 
     async def _fall_asleep(self, body: Sleep) -> None:
+        self._refuse_unless((EngineState.READY, EngineState.ASLEEP))
+        with self._commit.exclusive("a change of sleep"):
+            await self._change_to_sleep(body)
+
+    async def _change_to_sleep(self, body: Sleep) -> None:
         event = SLEEP_EVENTS[body.level]
         before = self._gate.sleep
         if step(SLEEP_TRANSITIONS, before, event) is before:
@@ -81,6 +84,11 @@ class Power:
         await self._gate.until_idle(deadline - time.monotonic())
 
     async def _wake(self, tags: Sequence[SleepTag] | None) -> None:
+        self._refuse_unless((EngineState.READY, EngineState.ASLEEP))
+        with self._commit.exclusive("a change of sleep"):
+            await self._change_to_awake(tags)
+
+    async def _change_to_awake(self, tags: Sequence[SleepTag] | None) -> None:
         if tags is not None and not tags:
             raise ProtocolError(
                 ErrorCode.MALFORMED_MESSAGE, "tags is empty: name what to wake, or leave it out for all"

@@ -107,7 +107,7 @@ class Refit:
         assert isinstance(call.body, OpenSource)
         body = call.body
         self.writer.check(call.owner, body.epoch)
-        self._refuse_while_refitting()
+        self._commit.refuse_while_busy()
         check_segments(body.segments)
         _check_peer(call.owner, body)
         if body.kind == "inplace":
@@ -121,7 +121,7 @@ class Refit:
         assert isinstance(call.body, CloseSource)
         self.writer.check(call.owner, call.body.epoch)
         source = self._source(call.body.source)
-        self._refuse_while_refitting()
+        self._commit.refuse_while_busy()
         await self._close(source)
         yield Answer(SourceClosed(source=source.id))
 
@@ -141,13 +141,14 @@ class Refit:
 
     async def _commit_in_place(self, source: Source, body: CommitRefit, ticket: Ticket) -> RefitReport:
         async with self._commit.window(ticket):
+            ticket.check()
             answers = await self._engine.call_workers(
                 "refitd_commit",
                 source.id,
                 body.only,
                 ticket.attest,
                 ticket.check_finite,
-                timeout_seconds=ticket.remaining_seconds,
+                timeout_seconds=self._config.refit.deadline_seconds,
                 writes=True,
             )
             return await self._commit.publish(ticket, answers)
@@ -179,14 +180,14 @@ class Refit:
                 [msgspec.to_builtins(tensor) for tensor in body.tensors],
                 [tensor.name for tensor in body.tensors] if body.partial else None,
                 self._config.refit.plan,
-                timeout_seconds=ticket.remaining_seconds,
+                timeout_seconds=self._config.refit.deadline_seconds,
             )
         except BaseException as error:
             await self._end_bucket_refit(refit, error)
             raise
         refit.watch(self._run(self._abort_at_deadline(refit)))
-        if session.closed:
-            await self._abort(refit, "its session ended")
+        if session.closed or self.writer.session is not session:
+            await self._abort(refit, "its session is the writer no more")
         return refit
 
     async def apply_bucket(self, call: Call) -> AsyncIterator[Answer]:
@@ -208,7 +209,7 @@ class Refit:
                     "refitd_apply_bucket",
                     body.bucket,
                     [msgspec.to_builtins(piece) for piece in body.pieces],
-                    timeout_seconds=refit.ticket.remaining_seconds,
+                    timeout_seconds=self._config.refit.deadline_seconds,
                     writes=True,
                 )
             except ProtocolError as error:
@@ -230,7 +231,7 @@ class Refit:
                     "refitd_finish",
                     refit.ticket.attest,
                     refit.ticket.check_finite,
-                    timeout_seconds=refit.ticket.remaining_seconds,
+                    timeout_seconds=self._config.refit.deadline_seconds,
                     writes=True,
                 )
                 report = await self._commit.publish(refit.ticket, answers)
@@ -252,7 +253,7 @@ class Refit:
                 return
             try:
                 answers = await self._engine.call_workers(
-                    "refitd_abort", timeout_seconds=refit.ticket.remaining_seconds
+                    "refitd_abort", timeout_seconds=self._config.refit.deadline_seconds
                 )
                 wrote = any(answer["wrote"] for answer in answers)
                 error: ProtocolError = self._commit.failure(f"refit {refit.id} was aborted: {why}", wrote=wrote)
@@ -313,7 +314,7 @@ class Refit:
             timeout_seconds=self._config.refit.deadline_seconds,
         )
         self._sources[source.id] = source
-        if session.closed:
+        if session.closed or self.writer.session is not session:
             await self._close(source)
         first = answers[0]
         return SourceOpened(
@@ -339,8 +340,12 @@ class Refit:
         self.writer.release(session)
 
     def _ticket(self, body: CommitRefit | BeginRefit, *, partial: bool) -> Ticket:
-        self._refuse_while_refitting()
+        self._commit.refuse_while_busy()
         defaults = self._config.refit
+        if body.deadline_seconds is not None and body.deadline_seconds <= 0:
+            raise ProtocolError(
+                ErrorCode.DEADLINE_EXCEEDED, f"deadline_seconds is {body.deadline_seconds:g}: none is left"
+            )
         attest: AttestMode = body.attest or defaults.attest
         return self._commit.ticket(
             version=body.version,
@@ -368,10 +373,6 @@ class Refit:
         if self._bucket_refit is not refit:
             raise _unknown_refit(refit.id)
 
-    def _refuse_while_refitting(self) -> None:
-        if self._gate.state is EngineState.REFITTING:
-            raise ProtocolError(ErrorCode.REFIT_IN_PROGRESS, "another refit is under way: wait for its end")
-
     async def _finish_even_if_cancelled(self, work: Awaitable[Any]) -> Any:
         """A client that goes away must not leave the engine between two versions: the work runs to its end."""
         return await asyncio.shield(self._run(work))
@@ -380,8 +381,14 @@ class Refit:
         task = asyncio.ensure_future(work)
         assert isinstance(task, asyncio.Task)
         self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        # Whoever asked may be gone; the failure itself is in the log and in the status already.
+        if not task.cancelled():
+            task.exception()
 
 
 def _unknown_refit(refit_id: int) -> ProtocolError:

@@ -164,6 +164,8 @@ class Server:
     def _receive(self) -> None:
         # Answers that are sent meanwhile need not schedule anything: the socket is looked at after each.
         self._receive_scheduled = True
+        if self._socket.closed:
+            return
         try:
             for _ in range(RECEIVE_BATCH):
                 self._take(self._socket.recv_multipart(zmq.NOBLOCK))

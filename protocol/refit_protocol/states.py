@@ -47,7 +47,6 @@ ENGINE_TRANSITIONS: dict[tuple[EngineState, EngineEvent], EngineState] = {
     (_S.REFITTING, _E.REFIT_COMMITTED): _S.READY,
     (_S.REFITTING, _E.REFIT_REFUSED): _S.READY,
     (_S.REFITTING, _E.REFIT_TORN): _S.TORN,
-    (_S.REFITTING, _E.RESTORED): _S.READY,
     (_S.TORN, _E.RESTORED): _S.READY,
     (_S.READY, _E.FELL_ASLEEP): _S.ASLEEP,
     (_S.ASLEEP, _E.WOKE): _S.READY,
