@@ -27,6 +27,7 @@ from refit_protocol.messages import (
     ReplyHeader,
     RequestHeader,
     Sampling,
+    StructuredOutputs,
     TokenDelta,
     TokensGenerated,
     VersionRun,
@@ -50,7 +51,12 @@ GENERATES = st.builds(
         seed=st.none() | I63,
         stop=st.lists(st.text(), max_size=3),
         logit_bias=st.lists(st.tuples(I63, FINITE), max_size=3),
-        structured=st.none() | st.dictionaries(st.text(max_size=5), JSON, max_size=3),
+        structured=st.none()
+        | st.builds(
+            StructuredOutputs,
+            json=st.none() | st.text() | st.dictionaries(st.text(max_size=5), JSON, max_size=3),
+            choice=st.none() | st.lists(st.text(), max_size=3),
+        ),
     ),
     deadline_seconds=st.none() | FINITE,
 )
