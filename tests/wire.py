@@ -48,9 +48,15 @@ class RawClient:
         return self.ask(body, Failed, blobs)
 
     def send(self, body: Request, blobs: Sequence[Frame] = ()) -> Reply:
+        self.post(body, blobs)
+        return self.receive().body
+
+    def post(self, body: Request, blobs: Sequence[Frame] = ()) -> int:
+        """Sends without waiting; returns the request's id."""
         self._id += 1
         header = RequestHeader(id=self._id, body=body, session=self.session)
-        return self.send_frames([b"", *encode_request(header, blobs)]).body
+        self._socket.send_multipart([b"", *encode_request(header, blobs)])
+        return self._id
 
     def send_frames(self, frames: Sequence[Frame]) -> ReplyHeader:
         self._socket.send_multipart(frames)
