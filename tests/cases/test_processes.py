@@ -21,7 +21,7 @@ def first_children(daemon: DaemonProcess) -> list[int]:
 
 def test_children_end_with_a_daemon_killed_during_its_start(model_path: Path, short_directory: Path) -> None:
     """SIGKILL before the model is loaded: the engine's processes, which no signal handler of ours serves, end too."""
-    daemon = start_daemon(model_path, short_directory / "killed")
+    daemon = start_daemon(model_path, short_directory / "killed-at-start")
     try:
         children = first_children(daemon)
         daemon.process.send_signal(signal.SIGKILL)
