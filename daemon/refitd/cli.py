@@ -80,6 +80,25 @@ def status(endpoint: EndpointOption = None, json: JsonOption = False) -> None:
 
 
 @app.command()
+def reload(
+    path: Annotated[Path | None, typer.Argument(help="Directory of a checkpoint; without it, the model's own.")] = None,
+    endpoint: EndpointOption = None,
+    version: Annotated[int | None, typer.Option(help="Of the weights; without it, the served one plus one.")] = None,
+    takeover: Annotated[bool, typer.Option("--takeover", help="Take the writer's role from a trainer.")] = False,
+) -> None:
+    """Makes the running engine serve a checkpoint's weights."""
+    from refit_trainer import Daemon, RefitdError
+
+    try:
+        with Daemon.connect(endpoint, client="refitd reload") as daemon:
+            daemon.acquire_writer(takeover=takeover)
+            report = daemon.reload(None if path is None else path.absolute(), version=version)
+    except RefitdError as error:
+        _fail(str(error), 1)
+    typer.echo(f"version {report.version} is served, digest {report.digest}, {report.milliseconds.total:.0f} ms")
+
+
+@app.command()
 def top(
     endpoint: EndpointOption = None,
     interval_seconds: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")] = 1.0,

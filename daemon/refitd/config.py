@@ -85,7 +85,11 @@ class ServerConfig(Section):
 
 
 class RefitConfig(Section):
-    """Defaults of refits; a request may choose its own policy, attest and finite check."""
+    """Defaults of refits; a request may choose its own policy, attest and finite check.
+
+    `checkpoint_roots`: what ReloadWeights may read besides the model's own directory; None: anything for local clients,
+    nothing for those over tcp.
+    """
 
     plan: PlanMode = "auto"
     policy: InflightPolicy = "keep"
@@ -95,6 +99,7 @@ class RefitConfig(Section):
     gate_wait_seconds: float = Field(default=60.0, gt=0)
     deadline_seconds: float = Field(default=300.0, gt=0)
     max_waiting_requests: int = Field(default=4096, ge=0)
+    checkpoint_roots: list[Path] | None = None
 
 
 class GenerationConfig(Section):

@@ -33,6 +33,7 @@ from refit_protocol.messages import (
     RefitCommitted,
     RefitReport,
     ReleaseWriter,
+    ReloadWeights,
     RestoreWeights,
     SourceClosed,
     SourceOpened,
@@ -44,6 +45,7 @@ from refit_protocol.messages import (
 )
 from refit_protocol.states import EngineState
 from refit_protocol.tensors import check_pieces, check_segments, check_source_tensors
+from refitd.checkpoints import checkpoint_directory
 from refitd.commit import Commit, Ticket
 from refitd.config import Config
 from refitd.engine import Engine
@@ -275,6 +277,37 @@ class Refit:
         swallowed = await refit.window.__aexit__(type(error) if error else None, error, None)
         assert not swallowed
 
+    # --- from disk ----------------------------------------------------------------------------------------------------
+
+    async def reload(self, call: Call) -> AsyncIterator[Answer]:
+        """A refit whose weights lie in a checkpoint on this machine."""
+        assert isinstance(call.body, ReloadWeights)
+        body = call.body
+        self.writer.check(call.owner, body.epoch)
+        directory = checkpoint_directory(body.path, self._config)
+        ticket = self._ticket(body, partial=False)
+        report = await self._finish_even_if_cancelled(self._reload(str(directory), ticket))
+        yield Answer(RefitCommitted(report=report))
+
+    async def _reload(self, directory: str, ticket: Ticket) -> RefitReport:
+        refit = self._config.refit
+        # Before the gate shuts, too: a wrong path must not cost running requests anything.
+        await self._engine.call_workers(
+            "refitd_check_checkpoint", directory, refit.plan, timeout_seconds=refit.deadline_seconds
+        )
+        async with self._commit.window(ticket):
+            ticket.check()
+            answers = await self._engine.call_workers(
+                "refitd_reload",
+                directory,
+                refit.plan,
+                ticket.attest,
+                ticket.check_finite,
+                timeout_seconds=refit.deadline_seconds,
+                writes=True,
+            )
+            return await self._commit.publish(ticket, answers)
+
     # --- restore and look ---------------------------------------------------------------------------------------------
 
     async def restore(self, call: Call) -> AsyncIterator[Answer]:
@@ -339,7 +372,7 @@ class Refit:
             await self._close(source)
         self.writer.release(session)
 
-    def _ticket(self, body: CommitRefit | BeginRefit, *, partial: bool) -> Ticket:
+    def _ticket(self, body: CommitRefit | BeginRefit | ReloadWeights, *, partial: bool) -> Ticket:
         self._commit.refuse_while_busy()
         defaults = self._config.refit
         if body.deadline_seconds is not None and body.deadline_seconds <= 0:

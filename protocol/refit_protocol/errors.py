@@ -39,6 +39,7 @@ class ErrorCode(StrEnum):
     REFIT_IN_PROGRESS = "refit_in_progress"
     REFIT_FAILED = "refit_failed"
     ATTEST_FAILED = "attest_failed"
+    INVALID_CHECKPOINT = "invalid_checkpoint"
     NOTHING_TO_RESTORE = "nothing_to_restore"
     # generation
     INVALID_PROMPT = "invalid_prompt"
@@ -99,6 +100,7 @@ ERROR_RULES: dict[ErrorCode, ErrorRule] = {
     ErrorCode.REFIT_IN_PROGRESS: _CLIENT_LATER,
     ErrorCode.REFIT_FAILED: _ENGINE_LATER,
     ErrorCode.ATTEST_FAILED: _ENGINE_LATER,
+    ErrorCode.INVALID_CHECKPOINT: _CLIENT,
     ErrorCode.NOTHING_TO_RESTORE: _CLIENT,
     ErrorCode.INVALID_PROMPT: _CLIENT,
     ErrorCode.INVALID_SAMPLING: _CLIENT,

@@ -330,6 +330,18 @@ class WeightsRestored(Fact, frozen=True, kw_only=True):
     total_milliseconds: float
 
 
+class ReloadWeights(Command, frozen=True, kw_only=True):
+    """A refit from a checkpoint on the daemon's machine; `path` None is the directory the model was loaded from."""
+
+    epoch: int
+    path: str | None = None
+    version: int | None = None
+    policy: InflightPolicy | None = None
+    attest: AttestMode | None = None
+    check_finite: bool | None = None
+    deadline_seconds: float | None = None
+
+
 class RefitMilliseconds(Detail, frozen=True, kw_only=True):
     validate: float
     gate: float
@@ -617,6 +629,7 @@ Request = (
     | FinishRefit
     | AbortRefit
     | RestoreWeights
+    | ReloadWeights
     | Generate
     | CancelGeneration
     | ResumeGeneration

@@ -40,7 +40,7 @@ from refit_trainer.connection import Connection, ConnectionOptions
 from refit_trainer.inbox import Mailbox
 from refit_trainer.link import CurveKeys
 from refit_trainer.prompts import GenerateOptions, Prompt, deadline_of, generate_command
-from refit_trainer.refits import RefitOptions, refit_in_place, restore
+from refit_trainer.refits import CommitOptions, RefitOptions, refit_in_place, reload, restore
 from refit_trainer.replies import AsyncReplies, Item
 from refit_trainer.steps import Steps, walk
 from refit_trainer.stream import Delta, Sample, SampleAssembler
@@ -145,6 +145,12 @@ class AsyncDaemon:
         something else comes.
         """
         return await walk(self.refit_steps(weights, specs, options))
+
+    async def reload(self, path: str | os.PathLike[str] | None = None, **options: Unpack[CommitOptions]) -> RefitReport:
+        """Makes the engine serve a checkpoint's weights: of the model's own directory, or of another with the same
+        architecture, by its absolute path on the daemon's machine.
+        """
+        return await reload(self.connection, self._role, None if path is None else os.fspath(path), options)
 
     async def restore(self) -> WeightsRestored:
         """Puts back the last committed weights that the daemon kept."""

@@ -25,7 +25,7 @@ from refit_protocol.messages import (
 from refit_trainer.aio import AsyncDaemon, ConnectOptions, same
 from refit_trainer.errors import ClientClosed, UsedAfterFork
 from refit_trainer.prompts import GenerateOptions, Prompt, deadline_of, generate_command
-from refit_trainer.refits import RefitOptions
+from refit_trainer.refits import CommitOptions, RefitOptions
 from refit_trainer.replies import Item, Replies, ThreadMailbox
 from refit_trainer.steps import walk_blocking
 from refit_trainer.stream import Delta, Sample, SampleAssembler
@@ -146,6 +146,10 @@ class Daemon:
     ) -> RefitReport:
         """Makes the engine serve `weights`; see `AsyncDaemon.refit`. An iterator is consumed on this thread."""
         return walk_blocking(self._daemon.refit_steps(weights, specs, options), self._thread.call)
+
+    def reload(self, path: str | os.PathLike[str] | None = None, **options: Unpack[CommitOptions]) -> RefitReport:
+        """Makes the engine serve a checkpoint on the daemon's machine; see `AsyncDaemon.reload`."""
+        return self._thread.call(self._daemon.reload(path, **options))
 
     def restore(self) -> WeightsRestored:
         return self._thread.call(self._daemon.restore())

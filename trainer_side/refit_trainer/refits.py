@@ -10,6 +10,7 @@ from refit_protocol.messages import (
     InflightPolicy,
     RefitCommitted,
     RefitReport,
+    ReloadWeights,
     RestoreWeights,
     WeightsRestored,
 )
@@ -58,6 +59,16 @@ async def refit_in_place(
     async with role.writing(timeout_seconds) as epoch:
         source = await role.source_of(shared.memory, "inplace", shared.tensors, timeout_seconds=timeout_seconds)
         command = CommitRefit(epoch=epoch, source=source, only=only, **options)
+        return (await connection.request(command, RefitCommitted, timeout_seconds=timeout_seconds)).report
+
+
+async def reload(connection: Connection, role: WriterRole, path: str | None, options: CommitOptions) -> RefitReport:
+    """`path` is one of the daemon's machine; None is the model's own directory."""
+    deadline_seconds = options.get("deadline_seconds", _DEADLINE_SECONDS)
+    given: CommitOptions = {**options, "deadline_seconds": deadline_seconds}
+    timeout_seconds = deadline_seconds + GRACE_SECONDS
+    async with role.writing(timeout_seconds) as epoch:
+        command = ReloadWeights(epoch=epoch, path=path, **given)
         return (await connection.request(command, RefitCommitted, timeout_seconds=timeout_seconds)).report
 
 

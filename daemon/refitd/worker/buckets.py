@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -15,10 +16,20 @@ from refitd.worker.boxes import Transfer
 from refitd.worker.copies import Copy, view_of
 from refitd.worker.plan import Plan
 from refitd.worker.programs import Program, copy_program
-from refitd.worker.sources import PLAN_OFF, Segments
+from refitd.worker.sources import PLAN_OFF
 from refitd.worker.weights import EngineWeights, torch_dtype
 
 MAX_LAYOUTS = 4096
+
+
+class Buckets(Protocol):
+    """The memory that pieces come in: a trainer's, or our own that is filled from a file."""
+
+    def typed(self, segment: int, dtype: DType) -> torch.Tensor: ...
+
+    def wait_until_written(self, segment: int | None = None) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Coverage:
@@ -77,10 +88,23 @@ class Announcement:
         )
 
 
+def announce(weights: EngineWeights, tensors: Sequence[TensorShape], *, partial: bool, planned: bool) -> Announcement:
+    """Raises `manifest_mismatch`, or `plan_required` for half a layer that needs the loader."""
+    weights.check_manifest(tensors, complete=not partial)
+    by_name = {tensor.name: tensor for tensor in tensors}
+    weights.check_selection(by_name, available=by_name)
+    plan = weights.plan
+    loader_tensors = {name: plan.loader_only[name] for name in by_name if name in plan.loader_only}
+    if not planned:
+        loader_tensors = {name: PLAN_OFF for name in by_name if name in plan.routes or name in plan.loader_only}
+    plan.check_whole_modules(loader_tensors, by_name)
+    return Announcement(plan, by_name, loader_tensors)
+
+
 class BucketSource:
     """Mapped staging buffers, and the copies compiled for the layouts that came in them."""
 
-    def __init__(self, segments: Segments, planned: bool) -> None:
+    def __init__(self, segments: Buckets, planned: bool) -> None:
         self.segments = segments
         self._planned = planned
         self._announced: Announcement | None = None
@@ -89,16 +113,8 @@ class BucketSource:
     def announce(
         self, weights: EngineWeights, tensors: Sequence[TensorShape], *, partial: bool, planned: bool
     ) -> Announcement:
-        """Raises `manifest_mismatch`, or `plan_required` for half a layer that needs the loader."""
-        weights.check_manifest(tensors, complete=not partial)
-        by_name = {tensor.name: tensor for tensor in tensors}
-        weights.check_selection(by_name, available=by_name)
-        plan = weights.plan
-        loader_tensors = {name: plan.loader_only[name] for name in by_name if name in plan.loader_only}
-        if not (self._planned and planned):
-            loader_tensors = {name: PLAN_OFF for name in by_name if name in plan.routes or name in plan.loader_only}
-        plan.check_whole_modules(loader_tensors, by_name)
-        announced = Announcement(plan, by_name, loader_tensors)
+        """See the function of this name."""
+        announced = announce(weights, tensors, partial=partial, planned=self._planned and planned)
         if announced != self._announced:
             self._programs.clear()
             self._announced = announced

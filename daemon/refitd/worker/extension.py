@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,12 +20,14 @@ from refit_protocol.tensors import BucketPiece, Segment, SourceTensor, TensorSha
 from refitd.worker import commit
 from refitd.worker.attest import check_finite as require_finite
 from refitd.worker.boundary import Answer, answered
-from refitd.worker.buckets import BucketRefit, BucketSource
+from refitd.worker.buckets import Announcement, BucketRefit, BucketSource, announce
+from refitd.worker.checkpoint import Checkpoint, check_architecture
 from refitd.worker.commit import Attest, Clock
 from refitd.worker.cpu_patches import apply_cpu_patches
 from refitd.worker.digest import DigestReader
 from refitd.worker.keep import Keeper
 from refitd.worker.proof import prove_by_reload
+from refitd.worker.reload import Reload
 from refitd.worker.sources import InplaceSource, Segments
 from refitd.worker.weights import EngineWeights
 
@@ -248,30 +251,12 @@ class RefitWorkerExtension:
 
         Errors: `manifest_mismatch` for tensors that did not come whole, `not_finite`, `refit_failed`.
         """
-        state = self.refitd_state()
-        refit, clock, weights = state.refit_under_way(), Clock(), state.weights
+        state, clock = self.refitd_state(), Clock()
+        refit = state.refit_under_way()
         refit.require_complete()
         clock.lap("validate")
         state.before_write()
-        refit.load_staged()
-        if weights.proven_plan is not weights.plan:
-            prove_by_reload(weights)
-        weights.after_write()
-        clock.lap("copy")
-        if check_finite:
-            parameters = weights.model.named_parameters()
-            require_finite((name, parameter, parameter.dtype) for name, parameter in parameters)
-        digest = state.attested_digest(Attest(attest))
-        clock.lap("attest")
-        state.wrote, state.refit = False, None
-        return {
-            "bytes": refit.size_bytes,
-            "tensors": len(refit.announced.tensors),
-            "path": refit.announced.path,
-            "loader_tensors": _listed(refit.announced.loader_tensors),
-            "milliseconds": clock.milliseconds,
-            **digest,
-        }
+        return _completed(state, refit, clock, Attest(attest), finite=check_finite)
 
     @answered
     def refitd_abort(self) -> Answer:
@@ -279,6 +264,43 @@ class RefitWorkerExtension:
         state = self.refitd_state()
         state.refit = None
         return {"wrote": state.wrote}
+
+    # --- from disk ----------------------------------------------------------------------------------------------------
+
+    @answered
+    def refitd_check_checkpoint(self, directory: str, plan: str = "auto") -> Answer:
+        """Whether `refitd_reload` could load it: `{path, tensors, bytes}`.
+
+        Errors: `invalid_checkpoint`, `manifest_mismatch`, `plan_required`.
+        """
+        state = self.refitd_state()
+        state.wrote = False
+        check_architecture(Path(directory), self.vllm_config.model_config.architectures)
+        with Checkpoint(Path(directory)) as checkpoint:
+            announced = _announced(state.weights, checkpoint, plan)
+            return {"path": announced.path, "tensors": len(checkpoint.tensors), "bytes": checkpoint.size_bytes}
+
+    @answered
+    def refitd_reload(
+        self, directory: str, plan: str = "auto", attest: str = "sampled", check_finite: bool = False
+    ) -> Answer:
+        """Loads the checkpoint in `directory`; answers like `refitd_commit`.
+
+        Errors before the first byte: those of `refitd_check_checkpoint`, `not_finite`; after it: `invalid_checkpoint`
+        for a file that was changed meanwhile, `refit_failed`.
+        """
+        state, clock = self.refitd_state(), Clock()
+        state.wrote, state.refit = False, None
+        with Checkpoint(Path(directory)) as checkpoint:
+            reload = Reload(state.weights, checkpoint, _announced(state.weights, checkpoint, plan))
+            if check_finite:
+                reload.check_finite()
+            clock.lap("validate")
+            for pieces in reload.filled():
+                state.before_write()
+                reload.copy(pieces)
+        reload.refit.require_complete()
+        return _completed(state, reload.refit, clock, Attest(attest), finite=False)
 
     # --- what is served -----------------------------------------------------------------------------------------------
 
@@ -354,6 +376,36 @@ def _opened(
         "planned": len({named.tensor for named in compiled.copies}),
         "loader_tensors": _listed(compiled.loader_tensors),
         "bytes": compiled.size_bytes,
+    }
+
+
+def _announced(weights: EngineWeights, checkpoint: Checkpoint, plan: str) -> Announcement:
+    announced = announce(weights, list(checkpoint.tensors.values()), partial=False, planned=plan != "off")
+    if plan == "require" and announced.loader_tensors:
+        raise _plan_required(announced.loader_tensors)
+    return announced
+
+
+def _completed(state: _State, refit: BucketRefit, clock: Clock, attest: Attest, *, finite: bool) -> Answer:
+    """All pieces have been written: what follows from them is renewed, proven and digested."""
+    weights = state.weights
+    refit.load_staged()
+    if weights.proven_plan is not weights.plan:
+        prove_by_reload(weights)
+    weights.after_write()
+    clock.lap("copy")
+    if finite:
+        require_finite((name, parameter, parameter.dtype) for name, parameter in weights.model.named_parameters())
+    digest = state.attested_digest(attest)
+    clock.lap("attest")
+    state.wrote, state.refit = False, None
+    return {
+        "bytes": refit.size_bytes,
+        "tensors": len(refit.announced.tensors),
+        "path": refit.announced.path,
+        "loader_tensors": _listed(refit.announced.loader_tensors),
+        "milliseconds": clock.milliseconds,
+        **digest,
     }
 
 
