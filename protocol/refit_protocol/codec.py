@@ -10,7 +10,7 @@ from the daemon that a client chose to trust, so they are decoded straight into 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,20 +92,22 @@ def _check_frames(frames: Sequence[Frame], limits: CodecLimits) -> None:
         raise _too_large(f"{len(frames) - 2} blobs, at most {limits.blobs}", limits.blobs)
     if len(frames[1]) > limits.header_bytes:
         raise _too_large(f"header of {len(frames[1])} bytes, at most {limits.header_bytes}", limits.header_bytes)
+    if len(frames) == 2:
+        return
     blob_bytes = sum(map(len, frames[2:]))
     if blob_bytes > limits.blob_bytes:
         raise _too_large(f"{blob_bytes} bytes of blobs, at most {limits.blob_bytes}", limits.blob_bytes)
 
 
 def _unpack(packed: Frame, limits: CodecLimits) -> Any:
-    count = _item_counter(limits.items)
+    list_hook, pairs_hook = _container_hooks(len(packed), limits.items)
     try:
         return msgpack.unpackb(
             packed,
             raw=False,
             strict_map_key=True,
-            list_hook=count,
-            object_pairs_hook=lambda pairs: _unique_map(count(pairs)),
+            list_hook=list_hook,
+            object_pairs_hook=pairs_hook,
             ext_hook=_refuse_extension,
             max_array_len=limits.array_items,
             max_map_len=limits.map_items,
@@ -117,6 +119,16 @@ def _unpack(packed: Frame, limits: CodecLimits) -> Any:
     except (ValueError, OverflowError, msgpack.UnpackException) as error:
         reason = error or type(error).__name__
         raise _malformed(f"header is not the message-pack this protocol uses: {reason}") from None
+
+
+def _container_hooks(
+    header_bytes: int, limit: int
+) -> tuple[Callable[[list[Any]], list[Any]] | None, Callable[[list[tuple[Any, Any]]], dict[str, Any]]]:
+    """An item takes a byte at least, so only what has more bytes than the limit must be counted."""
+    if header_bytes <= limit:
+        return None, _unique_map
+    count = _item_counter(limit)
+    return count, lambda pairs: _unique_map(count(pairs))
 
 
 def _item_counter(limit: int) -> Callable[[list[Any]], list[Any]]:
@@ -166,10 +178,10 @@ def _is_container(value: Any) -> bool:
     return kind is dict or kind is list
 
 
-def _children(container: Any) -> Sequence[Any]:
-    if isinstance(container, dict):
-        return list(container.values())
-    return container if isinstance(container, list) else []
+def _children(container: Any) -> Iterable[Any]:
+    if type(container) is dict:
+        return container.values()
+    return container if type(container) is list else ()
 
 
 def _malformed(message: str) -> ProtocolError:
