@@ -71,6 +71,7 @@ class ServerConfig(Section):
     curve_secret_key: Path | None = None
     curve_clients: Path | None = None
     lease_seconds: float = Field(default=60.0, gt=0)
+    watched_lease_seconds: float = Field(default=180.0, gt=0)
     min_lease_seconds: float = Field(default=0.2, gt=0)
     max_lease_seconds: float = Field(default=600.0, gt=0)
     max_sessions: int = Field(default=2000, gt=0)

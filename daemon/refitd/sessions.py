@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
+import msgspec
 import structlog
 
 from refit_protocol.codec import Frame
@@ -76,8 +77,7 @@ class Session:
         return time.monotonic() > self.renewed + self.lease_seconds
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """One request on its way to a room. `session` is None for requests that need none.
 
     The reply goes to connection `identity` with the frames `via` before its delimiter; `holder` is the session that
@@ -103,8 +103,7 @@ class Call:
         return isinstance(self.body, Generate) and self.body.stream
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True):
     """One reply on its way to the client."""
 
     body: Reply
@@ -251,7 +250,7 @@ class Sessions:
             token=secrets.token_hex(16),
             client=hello.client[:MAX_CLIENT_NAME],
             pid=hello.pid,
-            lease_seconds=self._lease(hello.lease_seconds),
+            lease_seconds=self._lease(hello),
             identity=b"",
             renewed=time.monotonic(),
         )
@@ -260,9 +259,11 @@ class Sessions:
         self.on_opened()
         return session
 
-    def _lease(self, wanted: float | None) -> float:
+    def _lease(self, hello: Hello) -> float:
+        """Whose death is noticed anyway needs to give fewer signs of life."""
+        wanted = hello.lease_seconds
         if wanted is None:
-            return self._config.lease_seconds
+            return self._config.lease_seconds if hello.pid is None else self._config.watched_lease_seconds
         if not wanted > 0:
             raise ProtocolError(ErrorCode.MALFORMED_MESSAGE, f"a lease of {wanted:g} s is not possible")
         return max(self._config.min_lease_seconds, min(wanted, self._config.max_lease_seconds))

@@ -147,21 +147,21 @@ def idle_percent(server: psutil.Process, endpoint: str) -> float:
         context.set(zmq.MAX_SOCKETS, IDLE_SESSIONS + 10)
         callers = [Caller(context, endpoint, pid=os.getpid()) for _ in range(IDLE_SESSIONS)]
         begin, before = time.monotonic(), _cpu_seconds(server)
-        for round_number in range(1, 1 + int(IDLE_SECONDS / callers[0].heartbeat_seconds)):
-            _keep_alive(callers, begin + round_number * callers[0].heartbeat_seconds)
+        _keep_alive(callers, IDLE_SECONDS)
         percent = 100 * (_cpu_seconds(server) - before) / (time.monotonic() - begin)
         for caller in callers:
             caller.socket.close()
     return percent
 
 
-def _keep_alive(callers: list[Caller], until: float) -> None:
-    """Heartbeats spread over the time that is left, as those of independent clients are."""
-    pause = (until - time.monotonic()) / len(callers)
-    for number, caller in enumerate(callers):
+def _keep_alive(callers: list[Caller], seconds: float) -> None:
+    """As many heartbeats as the daemon wants in that time, one by one, as those of independent clients come."""
+    begin, pause = time.monotonic(), callers[0].heartbeat_seconds / len(callers)
+    for number in range(1, 1 + round(seconds / pause)):
+        caller = callers[number % len(callers)]
         caller.send(Heartbeat())
         caller.receive()
-        time.sleep(max(0.0, until - time.monotonic() - pause * (len(callers) - number - 1)))
+        time.sleep(max(0.0, begin + number * pause - time.monotonic()))
 
 
 def _cpu_seconds(process: psutil.Process) -> float:

@@ -84,6 +84,13 @@ def test_hello_says_what_holds_for_the_session(daemon: SmallDaemon, connect: Con
     assert welcome.limits.requests_per_session == daemon.config.server.max_requests_per_session
 
 
+def test_a_watched_client_needs_fewer_heartbeats(daemon: SmallDaemon, connect: Connect) -> None:
+    """Its process is seen to end, so a thousand idle trainers need not wake the daemon fifty times a second."""
+    settings = daemon.config.server
+    assert connect().hello(pid=os.getpid()).lease_seconds == settings.watched_lease_seconds > settings.lease_seconds
+    assert connect().hello().lease_seconds == settings.lease_seconds
+
+
 @pytest.mark.parametrize(
     ("fields", "code"),
     [
