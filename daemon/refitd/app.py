@@ -42,6 +42,7 @@ from refit_protocol.messages import (
     RestoreWeights,
     ResumeGeneration,
     Sleep,
+    ValidateRefit,
     WakeUp,
 )
 from refit_protocol.states import EngineEvent, EngineState
@@ -219,6 +220,7 @@ class App:
                 ReleaseWriter: refit.release_writer,
                 OpenSource: refit.open_source,
                 CloseSource: refit.close_source,
+                ValidateRefit: refit.validate,
                 CommitRefit: refit.commit,
                 BeginRefit: refit.begin,
                 ApplyBucket: refit.apply_bucket,

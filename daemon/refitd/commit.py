@@ -283,7 +283,7 @@ def _report(ticket: Ticket, answers: Sequence[dict[str, Any]], digest: str | Non
     }
     return RefitReport(
         version=ticket.version,
-        path=_path([answer["path"] for answer in answers]),
+        path=combined_path([answer["path"] for answer in answers]),
         tensors=max(int(answer["tensors"]) for answer in answers),
         size_bytes=sum(int(answer["bytes"]) for answer in answers),
         partial=ticket.partial,
@@ -305,7 +305,7 @@ def _sleep_event(partial: bool) -> SleepEvent:
     return SleepEvent.PARTIAL_REFIT if partial else SleepEvent.FULL_REFIT
 
 
-def _path(paths: Sequence[RefitPath]) -> RefitPath:
+def combined_path(paths: Sequence[RefitPath]) -> RefitPath:
     return paths[0] if len(set(paths)) == 1 else "mixed"
 
 

@@ -31,13 +31,17 @@ from refit_protocol.messages import (
     RefitAborted,
     RefitBegan,
     RefitCommitted,
+    RefitHeld,
+    RefitPath,
     RefitReport,
+    RefitValidated,
     ReleaseWriter,
     ReloadWeights,
     RestoreWeights,
     SourceClosed,
     SourceOpened,
     UnplannedTensor,
+    ValidateRefit,
     WeightsDigest,
     WeightsRestored,
     WriterAcquired,
@@ -46,7 +50,7 @@ from refit_protocol.messages import (
 from refit_protocol.states import EngineState
 from refit_protocol.tensors import check_pieces, check_segments, check_source_tensors
 from refitd.checkpoints import checkpoint_directory
-from refitd.commit import Commit, Ticket
+from refitd.commit import Commit, Ticket, combine_digests, combined_path
 from refitd.config import Config
 from refitd.engine import Engine
 from refitd.gate import Gate
@@ -127,6 +131,41 @@ class Refit:
         await self._close(source)
         yield Answer(SourceClosed(source=source.id))
 
+    # --- the dry run --------------------------------------------------------------------------------------------------
+
+    async def validate(self, call: Call) -> AsyncIterator[Answer]:
+        """Raises what a refit with these arguments would be refused with; the gate stays open."""
+        assert isinstance(call.body, ValidateRefit)
+        body = call.body
+        self.writer.check(call.owner, body.epoch)
+        source = self._source(body.source)
+        ticket = self._ticket(body, partial=body.partial or body.only is not None)
+        path = await self._finish_even_if_cancelled(self._validate(source, body, ticket))
+        yield Answer(
+            RefitValidated(
+                version=ticket.version,
+                path=path,
+                restorable_version=self._commit.restorable_version,
+                milliseconds=(time.monotonic() - ticket.started) * 1e3,
+            )
+        )
+
+    async def _validate(self, source: Source, body: ValidateRefit, ticket: Ticket) -> RefitPath:
+        only = body.only
+        if source.kind == "bucket":
+            announced = BucketRefit.announce(0, source.session, source, body.tensors, ticket).announced
+            only = [*announced] if body.partial else None
+        answers = await self._engine.call_workers(
+            "refitd_validate",
+            source.id,
+            [msgspec.to_builtins(tensor) for tensor in body.tensors],
+            only,
+            ticket.check_finite,
+            self._config.refit.plan,
+            timeout_seconds=self._config.refit.deadline_seconds,
+        )
+        return combined_path([answer["path"] for answer in answers])
+
     # --- in place -----------------------------------------------------------------------------------------------------
 
     async def commit(self, call: Call) -> AsyncIterator[Answer]:
@@ -138,22 +177,39 @@ class Refit:
         if source.kind != "inplace":
             raise ProtocolError(ErrorCode.UNKNOWN_SOURCE, f"source {source.id} is a bucket source: send BeginRefit")
         ticket = self._ticket(body, partial=body.only is not None)
+        if body.hold:
+            yield Answer(await self._finish_even_if_cancelled(self._hold_in_place(source, body, ticket)))
+            return
         report = await self._finish_even_if_cancelled(self._commit_in_place(source, body, ticket))
         yield Answer(RefitCommitted(report=report))
 
     async def _commit_in_place(self, source: Source, body: CommitRefit, ticket: Ticket) -> RefitReport:
         async with self._commit.window(ticket):
-            ticket.check()
-            answers = await self._engine.call_workers(
-                "refitd_commit",
-                source.id,
-                body.only,
-                ticket.attest,
-                ticket.check_finite,
-                timeout_seconds=self._config.refit.deadline_seconds,
-                writes=True,
-            )
-            return await self._commit.publish(ticket, answers)
+            return await self._commit.publish(ticket, await self._write_in_place(source, body, ticket))
+
+    async def _write_in_place(self, source: Source, body: CommitRefit, ticket: Ticket) -> list[dict[str, Any]]:
+        ticket.check()
+        return await self._engine.call_workers(
+            "refitd_commit",
+            source.id,
+            body.only,
+            ticket.attest,
+            ticket.check_finite,
+            timeout_seconds=self._config.refit.deadline_seconds,
+            writes=True,
+        )
+
+    async def _hold_in_place(self, source: Source, body: CommitRefit, ticket: Ticket) -> RefitHeld:
+        refit = BucketRefit(next(self._ids), source.session, source, {}, ticket)
+        await self._open_window(refit)
+        try:
+            refit.held = await self._write_in_place(source, body, ticket)
+            held = _held(refit)
+        except BaseException as error:
+            await self._end_bucket_refit(refit, error)
+            raise
+        await self._leave_open(refit)
+        return held
 
     # --- buckets ------------------------------------------------------------------------------------------------------
 
@@ -171,10 +227,7 @@ class Refit:
 
     async def _begin(self, session: Session, source: Source, body: BeginRefit, ticket: Ticket) -> BucketRefit:
         refit = BucketRefit.announce(next(self._ids), session, source, body.tensors, ticket)
-        window = self._commit.window(ticket)
-        await window.__aenter__()
-        refit.window = window
-        self._bucket_refit = refit
+        await self._open_window(refit)
         try:
             await self._engine.call_workers(
                 "refitd_begin",
@@ -187,15 +240,29 @@ class Refit:
         except BaseException as error:
             await self._end_bucket_refit(refit, error)
             raise
-        refit.watch(self._run(self._abort_at_deadline(refit)))
-        if session.closed or self.writer.session is not session:
-            await self._abort(refit, "its session is the writer no more")
+        await self._leave_open(refit)
         return refit
+
+    async def _open_window(self, refit: BucketRefit) -> None:
+        window = self._commit.window(refit.ticket)
+        await window.__aenter__()
+        refit.window = window
+        self._bucket_refit = refit
+
+    async def _leave_open(self, refit: BucketRefit) -> None:
+        """The window now waits for its session's next message, but not for ever."""
+        refit.watch(self._run(self._abort_at_deadline(refit)))
+        if refit.session.closed or self.writer.session is not refit.session:
+            await self._abort(refit, "its session is the writer no more")
 
     async def apply_bucket(self, call: Call) -> AsyncIterator[Answer]:
         assert isinstance(call.body, ApplyBucket)
         body = call.body
         refit = self._refit_under_way(call.owner, body.epoch, body.refit)
+        if refit.held is not None:
+            raise ProtocolError(
+                ErrorCode.NOT_ALLOWED_NOW, f"refit {refit.id} is held: finish or abort it", state="held"
+            )
         pieces = self._config.server.max_bucket_pieces
         if len(body.pieces) > pieces:
             raise ProtocolError(ErrorCode.LIMIT_EXCEEDED, f"{len(body.pieces)} pieces, at most {pieces}", limit=pieces)
@@ -222,26 +289,31 @@ class Refit:
     async def finish(self, call: Call) -> AsyncIterator[Answer]:
         assert isinstance(call.body, FinishRefit)
         refit = self._refit_under_way(call.owner, call.body.epoch, call.body.refit)
-        report = await self._finish_even_if_cancelled(self._finish(refit))
-        yield Answer(RefitCommitted(report=report))
+        yield Answer(await self._finish_even_if_cancelled(self._finish(refit, hold=call.body.hold)))
 
-    async def _finish(self, refit: BucketRefit) -> RefitReport:
+    async def _finish(self, refit: BucketRefit, *, hold: bool) -> RefitHeld | RefitCommitted:
         async with refit.order:
             self._check_current(refit)
             try:
-                answers = await self._engine.call_workers(
-                    "refitd_finish",
-                    refit.ticket.attest,
-                    refit.ticket.check_finite,
-                    timeout_seconds=self._config.refit.deadline_seconds,
-                    writes=True,
-                )
-                report = await self._commit.publish(refit.ticket, answers)
+                if refit.held is None:
+                    refit.held = await self._complete(refit)
+                if hold:
+                    return _held(refit)
+                report = await self._commit.publish(refit.ticket, refit.held)
             except ProtocolError as error:
                 await self._end_bucket_refit(refit, error)
                 raise
             await self._end_bucket_refit(refit, None)
-            return report
+            return RefitCommitted(report=report)
+
+    async def _complete(self, refit: BucketRefit) -> list[dict[str, Any]]:
+        return await self._engine.call_workers(
+            "refitd_finish",
+            refit.ticket.attest,
+            refit.ticket.check_finite,
+            timeout_seconds=self._config.refit.deadline_seconds,
+            writes=True,
+        )
 
     async def abort(self, call: Call) -> AsyncIterator[Answer]:
         assert isinstance(call.body, AbortRefit)
@@ -257,7 +329,8 @@ class Refit:
                 answers = await self._engine.call_workers(
                     "refitd_abort", timeout_seconds=self._config.refit.deadline_seconds
                 )
-                wrote = any(answer["wrote"] for answer in answers)
+                # To the workers a held refit is finished.
+                wrote = refit.held is not None or any(answer["wrote"] for answer in answers)
                 error: ProtocolError = self._commit.failure(f"refit {refit.id} was aborted: {why}", wrote=wrote)
             except ProtocolError as unreachable:
                 error = unreachable
@@ -372,7 +445,7 @@ class Refit:
             await self._close(source)
         self.writer.release(session)
 
-    def _ticket(self, body: CommitRefit | BeginRefit | ReloadWeights, *, partial: bool) -> Ticket:
+    def _ticket(self, body: CommitRefit | BeginRefit | ReloadWeights | ValidateRefit, *, partial: bool) -> Ticket:
         self._commit.refuse_while_busy()
         defaults = self._config.refit
         if body.deadline_seconds is not None and body.deadline_seconds <= 0:
@@ -422,6 +495,11 @@ class Refit:
         # Whoever asked may be gone; the failure itself is in the log and in the status already.
         if not task.cancelled():
             task.exception()
+
+
+def _held(refit: BucketRefit) -> RefitHeld:
+    assert refit.held is not None
+    return RefitHeld(refit=refit.id, version=refit.ticket.version, digest=combine_digests(refit.held))
 
 
 def _unknown_refit(refit_id: int) -> ProtocolError:

@@ -30,7 +30,11 @@ class Source:
 
 @dataclass(eq=False)
 class BucketRefit:
-    """From `BeginRefit` to its end. `order` keeps pipelined buckets in the order they came in."""
+    """A window that stays open over several messages: from `BeginRefit`, or a commit with `hold`, to its end.
+
+    `order` keeps pipelined buckets in the order they came in. `held` is what the workers said when everything had been
+    written and only publishing was left.
+    """
 
     id: int
     session: Session
@@ -39,6 +43,7 @@ class BucketRefit:
     ticket: Ticket
     order: asyncio.Lock = field(default_factory=asyncio.Lock)
     window: AbstractAsyncContextManager[None] | None = None
+    held: list[dict[str, Any]] | None = None
     _deadline: asyncio.Task[Any] | None = None
 
     @classmethod

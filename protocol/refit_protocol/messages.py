@@ -253,8 +253,39 @@ class SourceClosed(Fact, frozen=True, kw_only=True):
     source: int
 
 
+class ValidateRefit(Command, frozen=True, kw_only=True):
+    """Asks whether a refit would be refused, without shutting the gate or writing anything.
+
+    The fields are those of `CommitRefit` for an in-place source (`only`), of `BeginRefit` for buckets (`tensors`,
+    `partial`).
+    """
+
+    epoch: int
+    source: int
+    version: int | None = None
+    policy: InflightPolicy | None = None
+    only: list[str] | None = None
+    tensors: list[TensorShape] = []
+    partial: bool = False
+    attest: AttestMode | None = None
+    check_finite: bool | None = None
+    deadline_seconds: float | None = None
+
+
+class RefitValidated(Fact, frozen=True, kw_only=True):
+    """`version` is what a commit would publish, `restorable_version` what an abort after its writes would put back."""
+
+    version: int
+    path: RefitPath
+    restorable_version: int | None
+    milliseconds: float
+
+
 class CommitRefit(Command, frozen=True, kw_only=True):
-    """Refits from an in-place source. `only` names a partial update; `version` defaults to the served one plus one."""
+    """Refits from an in-place source. `only` names a partial update; `version` defaults to the served one plus one.
+
+    With `hold` everything is done except to publish: see `RefitHeld`.
+    """
 
     epoch: int
     source: int
@@ -264,6 +295,7 @@ class CommitRefit(Command, frozen=True, kw_only=True):
     attest: AttestMode | None = None
     check_finite: bool | None = None
     deadline_seconds: float | None = None
+    hold: bool = False
 
 
 class BeginRefit(Command, frozen=True, kw_only=True):
@@ -301,8 +333,23 @@ class BucketApplied(Fact, frozen=True, kw_only=True):
 
 
 class FinishRefit(Command, frozen=True, kw_only=True):
+    """Commits a bucket refit, or publishes one that is held. With `hold` a bucket refit becomes held instead."""
+
     epoch: int
     refit: int
+    hold: bool = False
+
+
+class RefitHeld(Fact, frozen=True, kw_only=True):
+    """All workers hold the new bytes, attested, and the gate stays shut: `FinishRefit` publishes, `AbortRefit` does
+    not.
+
+    `digest` is of the new weights, None where attest is off.
+    """
+
+    refit: int
+    version: int
+    digest: str | None
 
 
 class AbortRefit(Command, frozen=True, kw_only=True):
@@ -623,6 +670,7 @@ Request = (
     | GetLoggerMetrics
     | OpenSource
     | CloseSource
+    | ValidateRefit
     | CommitRefit
     | BeginRefit
     | ApplyBucket
@@ -652,6 +700,8 @@ Reply = (
     | LoggerMetrics
     | SourceOpened
     | SourceClosed
+    | RefitValidated
+    | RefitHeld
     | RefitCommitted
     | RefitBegan
     | BucketApplied

@@ -168,6 +168,30 @@ class RefitWorkerExtension:
             state.close(source_id)
         return {}
 
+    @answered
+    def refitd_validate(
+        self,
+        source_id: int | str,
+        tensors: list[dict[str, Any]],
+        only: list[str] | None = None,
+        check_finite: bool = False,
+        plan: str = "auto",
+    ) -> Answer:
+        """Whatever a commit or, with the `tensors` of a bucket source, a begin would refuse: `{path}`.
+
+        Nothing is written; values that are not here yet cannot be checked.
+        """
+        state = self.refitd_state()
+        source = state.sources.get(source_id)
+        if isinstance(source, BucketSource):
+            return {"path": _announced_buckets(state.weights, source, tensors, only, plan).path}
+        inplace = state.inplace(source_id)
+        inplace.wait_until_written()
+        compiled = commit.validate(state.weights, inplace, only)
+        if check_finite:
+            commit.require_finite(state.weights, inplace, compiled)
+        return {"path": compiled.path}
+
     # --- in place -----------------------------------------------------------------------------------------------------
 
     @answered
@@ -224,10 +248,7 @@ class RefitWorkerExtension:
         state = self.refitd_state()
         state.wrote = False
         source = state.buckets(source_id)
-        shapes = msgspec.convert(tensors, list[TensorShape])
-        announced = source.announce(state.weights, shapes, partial=only is not None, planned=plan != "off")
-        if plan == "require" and announced.loader_tensors:
-            raise _plan_required(announced.loader_tensors)
+        announced = _announced_buckets(state.weights, source, tensors, only, plan)
         state.refit = BucketRefit(state.weights, source, announced)
         return {"path": announced.path, "loader_tensors": _listed(announced.loader_tensors)}
 
@@ -381,6 +402,18 @@ def _opened(
 
 def _announced(weights: EngineWeights, checkpoint: Checkpoint, plan: str) -> Announcement:
     announced = announce(weights, list(checkpoint.tensors.values()), partial=False, planned=plan != "off")
+    return _allowed(announced, plan)
+
+
+def _announced_buckets(
+    weights: EngineWeights, source: BucketSource, tensors: list[dict[str, Any]], only: list[str] | None, plan: str
+) -> Announcement:
+    shapes = msgspec.convert(tensors, list[TensorShape])
+    announced = source.announce(weights, shapes, partial=only is not None, planned=plan != "off")
+    return _allowed(announced, plan)
+
+
+def _allowed(announced: Announcement, plan: str) -> Announcement:
     if plan == "require" and announced.loader_tensors:
         raise _plan_required(announced.loader_tensors)
     return announced
