@@ -288,7 +288,9 @@ class Engine:
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
         """Raises `engine_error` with vLLM's reason, such as too little device memory; it may be asked again."""
-        await self._try(self.llm.wake_up(tags=None if tags is None else list(tags)), "wake up")
+        asked = None if tags is None else list(tags)
+        await self.call_workers("refitd_require_room", asked, timeout_seconds=self._config.refit.deadline_seconds)
+        await self._try(self.llm.wake_up(tags=asked), "wake up")
 
     async def _try(self, work: Awaitable[Any], what: str) -> None:
         try:

@@ -112,7 +112,6 @@ def test_an_fp8_engine_takes_bf16_weights_twice(engines: dict[str, DaemonProcess
             assert sampled(second) == fresh[seed]
 
 
-@pytest.mark.xfail(reason="vLLM's allocator cannot wake up again after it failed half-way", raises=RefitdError)
 def test_waking_without_memory_fails_and_works_once_there_is_some(sleepy: Daemon, gpu_model: PreTrainedModel) -> None:
     """An error, then success."""
     sleepy.refit(gpu_model)
@@ -120,8 +119,9 @@ def test_waking_without_memory_fails_and_works_once_there_is_some(sleepy: Daemon
     sleepy.sleep(1)
     torch.cuda.empty_cache()
     hog = torch.empty(torch.cuda.mem_get_info()[0] - (2 << 30), dtype=torch.uint8, device="cuda")
-    with pytest.raises(RefitdError):
+    with pytest.raises(RefitdError) as refused:
         sleepy.wake_up()
+    assert refused.value.code is ErrorCode.ENGINE_ERROR
     del hog
     torch.cuda.empty_cache()
     sleepy.wake_up()

@@ -29,6 +29,7 @@ from refitd.worker.keep import Keeper
 from refitd.worker.proof import prove_by_reload
 from refitd.worker.reload import Reload
 from refitd.worker.sources import InplaceSource, Segments
+from refitd.worker.waking import require_room
 from refitd.worker.weights import EngineWeights
 
 KEEP_TIMEOUT_SECONDS = 60.0
@@ -338,6 +339,12 @@ class RefitWorkerExtension:
         for cache in self.model_runner.kv_caches:
             if cache.is_floating_point():
                 torch.nan_to_num_(cache, nan=0.0, posinf=0.0, neginf=0.0)
+        return {}
+
+    @answered
+    def refitd_require_room(self, tags: list[str] | None) -> Answer:
+        """Refuses with `engine_error` where the device has too little free memory to wake what sleeps under `tags`."""
+        require_room(self.device, tags)
         return {}
 
     @answered
