@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -34,6 +35,8 @@ from refitd.engine import Engine, WorkerError
 from refitd.gate import Gate
 
 U64_MAX = (1 << 64) - 1
+# After the last request's end; a client that sends one request after the other is not slowed down.
+SETTLE_AFTER_SECONDS = 0.05
 
 log = structlog.get_logger()
 
@@ -73,6 +76,7 @@ class Commit:
         self._engine = engine
         self._gate = gate
         self._exclusive: str | None = None
+        self._settling: asyncio.Task[None] | None = None
         self.digest: str | None = None
         self.digest_mode: AttestMode = "sampled"
         self.restorable_version: int | None = None
@@ -86,6 +90,21 @@ class Commit:
         """The loaded weights are version 0: digested and, where asked for, kept."""
         self.digest = await self.read_digest("sampled")
         await self._keep_last()
+        self._gate.on_idle = self._settle_soon
+
+    def _settle_soon(self) -> None:
+        if self._settling is None or self._settling.done():
+            self._settling = asyncio.create_task(self._settle(), name="settle")
+
+    async def _settle(self) -> None:
+        await asyncio.sleep(SETTLE_AFTER_SECONDS)
+        if self._gate.running or not self._gate.open or self._engine.is_still:
+            return
+        try:
+            await self._engine.settle(self._config.deadline_seconds)
+        # The boundary of a task that nobody waits for: an engine that has died has its own way to say so.
+        except Exception as error:  # noqa: BLE001
+            log.warning("the engine could not be made still", reason=str(error))
 
     def ticket(
         self,
@@ -158,7 +177,7 @@ class Commit:
             raise
         finally:
             if frozen and self._gate.state is not EngineState.DEAD:
-                await self._engine.thaw(self._config.deadline_seconds)
+                self._engine.thaw_soon(self._config.deadline_seconds)
         self._gate.sleep = sleep_after
         self._gate.refit_ended(EngineEvent.REFIT_COMMITTED)
         await self._keep_last()
@@ -204,7 +223,9 @@ class Commit:
         log.info("weights restored", version=self._gate.version, digest=self.digest)
 
     async def read_digest(self, mode: Literal["sampled", "full"]) -> str:
-        answers = await self._engine.call_workers("refitd_digest", mode, timeout_seconds=self._config.deadline_seconds)
+        answers = await self._engine.call_workers(
+            "refitd_digest", mode, timeout_seconds=self._config.deadline_seconds, direct=True
+        )
         digest = combine_digests(answers)
         assert digest is not None
         return digest
@@ -265,7 +286,9 @@ class Commit:
         """Asks the workers to copy what is served to host memory, in the background."""
         if self._config.keep_last == "none":
             return
-        await self._engine.call_workers("refitd_keep_last", "host", timeout_seconds=self._config.deadline_seconds)
+        await self._engine.call_workers(
+            "refitd_keep_last", "host", timeout_seconds=self._config.deadline_seconds, direct=True
+        )
         self.restorable_version = self._gate.version
 
 

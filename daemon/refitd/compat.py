@@ -103,6 +103,7 @@ class StampedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not checked
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._ours: set[str] = set()
         self.nan_seen = False
+        self.requests_added = 0
         self.output_handler: asyncio.Task[None] | None
         self._sink: StepSink = lambda _outputs: None
         self._on_death: Callable[[BaseException], None] = lambda _error: None
@@ -113,8 +114,24 @@ class StampedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not checked
         self._sink = sink
         self._on_death = on_death
         lock_input_socket(self.engine_core)
+        self._count_requests()
         self._tasks = await self.get_supported_tasks()
         self._run_output_handler()
+
+    @property
+    def has_replicas(self) -> bool:
+        """Data parallel: an engine then may step although it has no request."""
+        return bool(self.vllm_config.parallel_config.data_parallel_size > 1)
+
+    def _count_requests(self) -> None:
+        """Ours and those of vLLM's app alike."""
+        add = self.engine_core.add_request_async
+
+        async def counted(request: EngineCoreRequest) -> None:
+            self.requests_added += 1
+            await add(request)
+
+        self.engine_core.add_request_async = counted
 
     def prepare(self, token_ids: list[int], params: SamplingParams, *, priority: int) -> EngineCoreRequest:
         """Validates with vLLM's own input processor; the request has no id of its own yet: see `numbered`."""

@@ -18,6 +18,7 @@ import structlog
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import ManifestTensor, ModelInfo, Sampling
 from refitd.config import Config, ConfigError
+from refitd.lines import LineClosedError, Lines, encoded, open_lines
 
 if TYPE_CHECKING:
     import numpy as np
@@ -116,6 +117,11 @@ class Engine:
         self._config = config
         self._llm: StampedLLM | None = None
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-load")
+        self._lines: Lines | None = None
+        self._direct_calls: set[asyncio.Future[list[dict[str, Any]]]] = set()
+        self._calls = 0
+        self._still_after: int | None = None
+        self._background: set[asyncio.Task[None]] = set()
         self.info: EngineInfo | None = None
         self.on_step: Callable[[Sequence[StepOutput]], None] = lambda _outputs: None
         self.on_death: Callable[[BaseException], None] = lambda _error: None
@@ -134,6 +140,8 @@ class Engine:
             await self._llm.attach(lambda outputs: self.on_step(outputs), lambda error: self.on_death(error))
             await self._warm_up()
             self.info = await self._describe(time.monotonic() - started)
+            if not self.llm.has_replicas:
+                await self._open_lines(len(self.info.devices))
         except ConfigError:
             raise
         # vLLM raises whatever its configuration, loaders and child processes raise; the operator needs the reason.
@@ -162,15 +170,64 @@ class Engine:
     # --- workers ------------------------------------------------------------------------------------------------------
 
     async def call_workers(
-        self, method: str, *args: Any, timeout_seconds: float, writes: bool = False
+        self, method: str, *args: Any, timeout_seconds: float, writes: bool = False, direct: bool = False
     ) -> list[dict[str, Any]]:
         """One answer per worker, rank order. Raises `WorkerError` if any refuses, `engine_dead` after the timeout.
 
+        `direct` allows the short way, for calls that need nothing of vLLM's: it is taken while the engine stands still.
         vLLM's own RPC timeout is not used: after it expires every later call gets the answer of the one before.
         """
-        answers = await self._answer(self.llm.collective_rpc(method, args=args), method, timeout_seconds)
+        answers = await self._answer(self._sent(method, args, direct), method, timeout_seconds)
         _raise_worker_error(answers, writes)
         return list(answers)
+
+    def _sent(self, method: str, args: Sequence[Any], direct: bool) -> Awaitable[list[dict[str, Any]]]:
+        # Calls are answered in the order in which they were made: the two ways are never used at the same time.
+        message = encoded(method, args) if direct and self._lines and self.is_still and not self._calls else None
+        if message is None:
+            return self._call_through_vllm(method, args)
+        assert self._lines is not None
+        answers = self._lines.call(message)
+        self._direct_calls.add(answers)
+        answers.add_done_callback(self._direct_calls.discard)
+        return self._heard(answers)
+
+    async def _heard(self, answers: asyncio.Future[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        try:
+            return await answers
+        except LineClosedError as error:
+            raise ProtocolError(ErrorCode.ENGINE_DEAD, str(error)) from None
+
+    async def _call_through_vllm(self, method: str, args: Sequence[Any]) -> list[dict[str, Any]]:
+        self._calls += 1
+        try:
+            while self._direct_calls:
+                await asyncio.wait(self._direct_calls)
+            answers: list[dict[str, Any]] = await self.llm.collective_rpc(method, args=tuple(args))
+            return answers
+        finally:
+            self._calls -= 1
+
+    @property
+    def is_still(self) -> bool:
+        """Whether nothing can start a step: all requests ended, or frozen, and an answer came from the engine since."""
+        return self._still_after == self.llm.requests_added
+
+    async def settle(self, timeout_seconds: float) -> None:
+        """To be called when no request runs: afterwards the engine is still until the next one comes."""
+        added = self.llm.requests_added
+        await self._answer(self.llm.is_sleeping(), "settling", timeout_seconds)
+        self._still_after = added
+
+    async def _open_lines(self, workers: int) -> None:
+        async def ask(path: str) -> list[dict[str, Any]]:
+            return await self.call_workers("refitd_open_line", path, timeout_seconds=60.0)
+
+        try:
+            self._lines = await open_lines(workers, ask)
+            await self.settle(self._config.refit.deadline_seconds)
+        except (OSError, TimeoutError) as error:
+            log.info("no direct lines to the workers", reason=str(error))
 
     async def _answer(self, work: Awaitable[_Result], what: str, timeout_seconds: float) -> _Result:
         """Every call to the engine is bounded: one that does not come back means that the engine hangs."""
@@ -251,8 +308,10 @@ class Engine:
 
         Raises `engine_error`; the engine then goes on as before.
         """
+        added = self.llm.requests_added
         try:
             await self._answer(self.llm.freeze(clear_cache=clear_cache), "freezing", timeout_seconds)
+            self._still_after = added
         except ProtocolError:
             raise
         # vLLM hands on what its core raised, such as a cache that cannot be reset, as a plain Exception.
@@ -261,7 +320,20 @@ class Engine:
             raise ProtocolError(ErrorCode.ENGINE_ERROR, f"the engine could not be frozen: {error}") from error
 
     async def thaw(self, timeout_seconds: float) -> None:
+        self._still_after = None
         await self._answer(self.llm.thaw(), "thawing", timeout_seconds)
+
+    def thaw_soon(self, timeout_seconds: float) -> None:
+        """Nobody has to wait for it: whatever is sent to the engine from now on is taken after it."""
+        self._still_after = None
+        task = asyncio.create_task(self.thaw(timeout_seconds), name="thaw")
+        self._background.add(task)
+        task.add_done_callback(self._thawed)
+
+    def _thawed(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.on_death(error)
 
     async def reset_prefix_cache(self, *, preempt_running: bool) -> None:
         """Raises `cache_not_reset` when vLLM answers that it did not."""
@@ -303,6 +375,9 @@ class Engine:
 
     def stop(self) -> None:
         """Ends the engine's processes at once; in-flight requests must have been ended before."""
+        if self._lines is not None:
+            self._lines.close()
+            self._lines = None
         if self._llm is not None:
             self._llm.shutdown(timeout=0)
             self._llm = None

@@ -43,6 +43,7 @@ class Gate:
         self._changed = asyncio.Event()
         self.on_publish: list[Callable[[int], Awaitable[None]]] = []
         self.on_change: Callable[[EngineState], None] = lambda _state: None
+        self.on_idle: Callable[[], None] = lambda: None
 
     @property
     def open(self) -> bool:
@@ -122,6 +123,7 @@ class Gate:
         self.running -= 1
         if self.running == 0:
             self._wake()
+            self.on_idle()
 
     async def until_idle(self, deadline_seconds: float) -> None:
         """Waits until no request runs; raises `deadline_exceeded`."""

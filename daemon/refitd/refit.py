@@ -189,7 +189,7 @@ class Refit:
 
     async def _write_in_place(self, source: Source, body: CommitRefit, ticket: Ticket) -> list[dict[str, Any]]:
         ticket.check()
-        return await self._engine.call_workers(
+        answers = await self._engine.call_workers(
             "refitd_commit",
             source.id,
             body.only,
@@ -197,7 +197,10 @@ class Refit:
             ticket.check_finite,
             timeout_seconds=self._config.refit.deadline_seconds,
             writes=True,
+            direct=source.replayed,
         )
+        source.replayed = _is_replayed(answers)
+        return answers
 
     async def _hold_in_place(self, source: Source, body: CommitRefit, ticket: Ticket) -> RefitHeld:
         refit = BucketRefit(next(self._ids), source.session, source, {}, ticket)
@@ -280,6 +283,7 @@ class Refit:
                     [msgspec.to_builtins(piece) for piece in body.pieces],
                     timeout_seconds=self._config.refit.deadline_seconds,
                     writes=True,
+                    direct=True,
                 )
             except ProtocolError as error:
                 await self._end_bucket_refit(refit, error)
@@ -307,13 +311,16 @@ class Refit:
             return RefitCommitted(report=report)
 
     async def _complete(self, refit: BucketRefit) -> list[dict[str, Any]]:
-        return await self._engine.call_workers(
+        answers = await self._engine.call_workers(
             "refitd_finish",
             refit.ticket.attest,
             refit.ticket.check_finite,
             timeout_seconds=self._config.refit.deadline_seconds,
             writes=True,
+            direct=refit.source.replayed,
         )
+        refit.source.replayed = _is_replayed(answers)
+        return answers
 
     async def abort(self, call: Call) -> AsyncIterator[Answer]:
         assert isinstance(call.body, AbortRefit)
@@ -500,6 +507,10 @@ class Refit:
 def _held(refit: BucketRefit) -> RefitHeld:
     assert refit.held is not None
     return RefitHeld(refit=refit.id, version=refit.ticket.version, digest=combine_digests(refit.held))
+
+
+def _is_replayed(answers: list[dict[str, Any]]) -> bool:
+    return all(answer["path"] == "plan" for answer in answers)
 
 
 def _unknown_refit(refit_id: int) -> ProtocolError:

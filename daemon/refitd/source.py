@@ -13,14 +13,15 @@ from refitd.commit import Ticket
 from refitd.sessions import Session
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Source:
-    """Mapped by the workers under the same id."""
+    """Mapped by the workers under the same id; `replayed` once a refit from it was plain copies alone."""
 
     id: int
     session: Session
     kind: Literal["inplace", "bucket"]
     segments: tuple[Segment, ...]
+    replayed: bool = False
 
     def bucket_bytes(self, bucket: int) -> int:
         if not 0 <= bucket < len(self.segments):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec
@@ -14,6 +15,9 @@ from typing import Any, Concatenate, ParamSpec
 from refit_protocol.errors import ErrorCode, ProtocolError
 
 logger = logging.getLogger(__name__)
+
+# Calls come on vLLM's thread and on the line's.
+_one_at_a_time = threading.RLock()
 
 Answer = dict[str, Any]
 P = ParamSpec("P")
@@ -28,7 +32,8 @@ def answered(method: Callable[Concatenate[Any, P], Answer]) -> Callable[Concaten
     @functools.wraps(method)
     def answer(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Answer:
         try:
-            return {"ok": True, **method(self, *args, **kwargs)}
+            with _one_at_a_time:
+                return {"ok": True, **method(self, *args, **kwargs)}
         except ProtocolError as error:
             return _failure(self, error.code, error.message, error.details)
         except Exception as error:

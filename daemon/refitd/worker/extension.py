@@ -26,6 +26,7 @@ from refitd.worker.commit import Attest, Clock
 from refitd.worker.cpu_patches import apply_cpu_patches
 from refitd.worker.digest import DigestReader
 from refitd.worker.keep import Keeper
+from refitd.worker.line import open_line
 from refitd.worker.proof import prove_by_reload
 from refitd.worker.reload import Reload
 from refitd.worker.sources import InplaceSource, Segments
@@ -125,6 +126,15 @@ class RefitWorkerExtension:
             "bytes": sum(parameter.nbytes for parameter in weights.model.parameters()),
             "manifest": [msgspec.to_builtins(expected) for expected in weights.expected.values()],
         }
+
+    @answered
+    def refitd_open_line(self, path: str) -> Answer:
+        """Serves calls that come over the socket at `path` as well: `{open}`, false where there is no such socket."""
+        try:
+            open_line(self, path)
+        except OSError:
+            return {"open": False}
+        return {"open": True}
 
     # --- sources ------------------------------------------------------------------------------------------------------
 

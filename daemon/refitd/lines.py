@@ -1,0 +1,120 @@
+"""Sockets to the workers themselves, beside vLLM's own calls: see `worker/line.py` for why.
+
+Calls on one line are answered in order. Nothing here knows when a worker may be called directly: the engine does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import tempfile
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+MAX_MESSAGE_BYTES = 64 << 10
+# A worker connects before it answers the call that asks it to.
+ACCEPT_SECONDS = 5.0
+
+Answers = list[dict[str, Any]]
+
+
+class LineClosedError(Exception):
+    """The worker has hung up: its process is gone."""
+
+
+async def open_lines(workers: int, ask: Callable[[str], Awaitable[Answers]]) -> Lines:
+    """`ask` has every worker connect to a path; raises `OSError` or `TimeoutError` where one cannot.
+
+    The socket's name exists only meanwhile, in a directory that nobody else can enter.
+    """
+    with tempfile.TemporaryDirectory(prefix="refitd-") as directory:
+        path = str(Path(directory) / "line")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(path)
+            listener.listen(workers)
+            listener.setblocking(False)
+            if not all(answer["open"] for answer in await ask(path)):
+                raise ConnectionError("a worker could not connect")
+            async with asyncio.timeout(ACCEPT_SECONDS):
+                accepted = [await _accepted(listener) for _ in range(workers)]
+    return Lines([line for _, line in sorted(accepted, key=lambda ranked: ranked[0])])
+
+
+async def _accepted(listener: socket.socket) -> tuple[int, socket.socket]:
+    loop = asyncio.get_running_loop()
+    line, _ = await loop.sock_accept(listener)
+    line.setblocking(False)
+    rank = msgspec.msgpack.decode(await loop.sock_recv(line, MAX_MESSAGE_BYTES), type=int)
+    return rank, line
+
+
+class Lines:
+    """One for each worker, by rank; belongs to the event loop's thread."""
+
+    def __init__(self, sockets: Sequence[socket.socket]) -> None:
+        self._lines = [_Line(line) for line in sockets]
+
+    def call(self, message: bytes) -> asyncio.Future[Answers]:
+        """One answer per worker, rank order; fails with `LineClosedError`."""
+        return asyncio.gather(*[line.call(message) for line in self._lines])
+
+    def close(self) -> None:
+        for line in self._lines:
+            line.close()
+
+
+class _Line:
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+        self._waiting: deque[asyncio.Future[dict[str, Any]]] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(line.fileno(), self._read)
+
+    def call(self, message: bytes) -> asyncio.Future[dict[str, Any]]:
+        answer = self._loop.create_future()
+        try:
+            self._line.send(message)
+        except OSError as error:
+            answer.set_exception(LineClosedError(str(error)))
+        else:
+            self._waiting.append(answer)
+        return answer
+
+    def close(self) -> None:
+        if self._line.fileno() < 0:
+            return
+        self._loop.remove_reader(self._line.fileno())
+        self._line.close()
+        while self._waiting:
+            self._settle(LineClosedError("the worker's process is gone"))
+
+    def _read(self) -> None:
+        try:
+            message = self._line.recv(MAX_MESSAGE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            message = b""
+        if message:
+            self._settle(msgspec.msgpack.decode(message))
+        else:
+            self.close()
+
+    def _settle(self, outcome: dict[str, Any] | Exception) -> None:
+        answer = self._waiting.popleft()
+        if answer.done():
+            return
+        if isinstance(outcome, Exception):
+            answer.set_exception(outcome)
+        else:
+            answer.set_result(outcome)
+
+
+def encoded(method: str, arguments: Sequence[Any]) -> bytes | None:
+    """The message of a call, None if it is too large for a line."""
+    message = msgspec.msgpack.encode((method, arguments))
+    return message if len(message) <= MAX_MESSAGE_BYTES else None
