@@ -15,6 +15,7 @@ from pathlib import Path
 from refit_protocol.messages import Status
 from refit_protocol.states import EngineState
 from refit_trainer import Daemon, RefitdError
+from refit_trainer.link import CurveKeys
 
 START_SECONDS = 240.0
 STOP_SECONDS = 30.0
@@ -30,14 +31,15 @@ SMALL_ENGINE = (
 
 @dataclass(frozen=True)
 class DaemonProcess:
-    """`endpoint` is where it listens, `log` what it wrote."""
+    """`endpoint` is where it listens, `log` what it wrote, `curve` the keys of its clients over TCP."""
 
     process: subprocess.Popen[bytes]
     endpoint: str
     log: Path
+    curve: CurveKeys | None = None
 
     def connect(self, client: str = "test", **options: object) -> Daemon:
-        return Daemon.connect(self.endpoint, client=client, **options)
+        return Daemon.connect(self.endpoint, client=client, curve=self.curve, **options)
 
     def status(self) -> Status:
         with self.connect() as daemon:
@@ -83,19 +85,28 @@ class DaemonProcess:
 @contextmanager
 def running_daemon(model: Path, directory: Path, *settings: str, wait: bool = True) -> Iterator[DaemonProcess]:
     """A daemon for `model` with its runtime directory in `directory`; ended on leaving, also after a failure."""
-    daemon = start_daemon(model, directory, *settings)
-    try:
+    with ended(start_daemon(model, directory, *settings)) as daemon:
         if wait:
             daemon.wait_ready()
+        yield daemon
+
+
+@contextmanager
+def ended(daemon: DaemonProcess) -> Iterator[DaemonProcess]:
+    """Ends it on leaving, also after a failure."""
+    try:
         yield daemon
     finally:
         daemon.stop()
 
 
-def start_daemon(model: Path, directory: Path, *settings: str) -> DaemonProcess:
+def start_daemon(
+    model: Path, directory: Path, *settings: str, endpoint: str | None = None, curve: CurveKeys | None = None
+) -> DaemonProcess:
+    """`endpoint` None is a socket in `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)
-    endpoint = f"ipc://{directory}/refitd.sock"
+    endpoint = endpoint or f"ipc://{directory}/refitd.sock"
     log = directory / "daemon.log"
     options = [argument for setting in (*SMALL_ENGINE, *settings) for argument in ("--set", setting)]
     with log.open("wb") as output:
@@ -106,7 +117,7 @@ def start_daemon(model: Path, directory: Path, *settings: str) -> DaemonProcess:
             stdin=subprocess.DEVNULL,
             env={**os.environ, **ONE_THREAD, "HF_HUB_OFFLINE": "1", "REFITD_RUNTIME_DIRECTORY": str(directory)},
         )
-    return DaemonProcess(process, endpoint, log)
+    return DaemonProcess(process, endpoint, log, curve)
 
 
 def descendants(pid: int) -> list[int]:

@@ -1,7 +1,9 @@
-"""Cases A and B: refits that fail half-way. Torn is said so, never served, and can be mended."""
+"""Cases A, B and D: refits that fail half-way. Torn is said so, never served, and can be mended."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +13,13 @@ import torch
 from transformers import PreTrainedModel
 
 from refit_protocol.errors import ErrorCode
+from refit_protocol.messages import FinishRefit
 from refit_protocol.states import EngineState
-from refit_trainer import Daemon, RefitdError, Sampling
+from refit_trainer import Daemon, DaemonRestarted, DaemonUnreachable, RefitdError, Sampling
 from tests.canary import sing, unharmed
 from tests.conftest import GREEDY, PROMPT
 from tests.daemon_process import DaemonProcess, running_daemon
+from tests.server.raw_client import raw_client
 from tests.trainers import SMALL_BUCKET_BYTES, specs_of, start_suicidal_trainer, tensors_of
 
 AFTER_THREE_BUCKETS = 12
@@ -152,3 +156,50 @@ def test_requests_at_the_gate_of_a_failing_refit_are_answered(
 
 def daemon_waits(daemon: Daemon) -> int:
     return daemon.status().waiting_requests
+
+
+def test_daemon_killed_mid_update_and_started_again(
+    unprotected: DaemonProcess,
+    model_path: Path,
+    fresh_sample: tuple[list[int], list[float]],
+    model: PreTrainedModel,
+) -> None:
+    """The same client sees another epoch, its update and the old epoch are refused, not one byte of it is served.
+
+    It comes last, since it kills the module's daemon.
+    """
+    with unprotected.connect(bucket_bytes=SMALL_BUCKET_BYTES) as trainer:
+        epoch = trainer.status().epoch
+        with pytest.raises(DaemonUnreachable, match="outcome unknown"):
+            trainer.refit(killing_after(unprotected, AFTER_THREE_BUCKETS), specs=specs_of())
+        with running_daemon(model_path, unprotected.log.parent) as second:
+            sees_another_daemon(trainer, epoch)
+            refuses_the_old_epoch(second, epoch + 1)
+            assert trainer.verify(model, full=True)
+            sample = trainer.generate_one(PROMPT, GREEDY)
+            assert (sample.token_ids.tolist(), sample.logprobs.tolist(), sample.version) == (*fresh_sample, 0)
+            assert trainer.refit(tensors_of(1), specs=specs_of()).version == 1
+
+
+def killing_after(daemon: DaemonProcess, count: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """The first `count` tensors of other weights; asking for one more kills the daemon."""
+    for index, named in enumerate(tensors_of(1)):
+        if index == count:
+            daemon.process.send_signal(signal.SIGKILL)
+            daemon.process.wait()
+        yield named
+
+
+def sees_another_daemon(trainer: Daemon, epoch: int) -> None:
+    """Told once; the status, which is how a trainer looks around, is answered before that."""
+    assert trainer.status().epoch > epoch
+    with pytest.raises(DaemonRestarted, match="refit before generating"):
+        trainer.generate_one(PROMPT, GREEDY)
+
+
+def refuses_the_old_epoch(daemon: DaemonProcess, epoch: int) -> None:
+    """What the killed daemon's writer would have sent next."""
+    with raw_client(daemon.endpoint) as late:
+        assert late.refusal(FinishRefit(epoch=epoch, refit=1)) is ErrorCode.NO_SESSION
+        late.hello(pid=os.getpid())
+        assert late.refusal(FinishRefit(epoch=epoch, refit=1)) is ErrorCode.STALE_EPOCH

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
@@ -25,7 +24,7 @@ from refit_protocol.messages import (
 from refit_protocol.tensors import TensorShape, aligned
 from refit_trainer.backends import Buckets, backend_for
 from refit_trainer.connection import Connection
-from refit_trainer.errors import RefitdError
+from refit_trainer.errors import DaemonRestarted, DaemonUnreachable, RefitdError
 from refit_trainer.layouts import Layout, NamedTensor, layout_of, predicted_layout, selected, without_aliases
 from refit_trainer.packing import ALIGNMENT_BYTES, FilledBucket, pack
 from refit_trainer.refits import CommitOptions, RefitOptions, split_options
@@ -36,6 +35,8 @@ Weights: TypeAlias = Mapping[str, torch.Tensor] | Iterable[NamedTensor]
 AskManifest: TypeAlias = Callable[[], Coroutine[Any, Any, Manifest]]
 
 BUCKETS = 2
+# A broken connection is soon back; a daemon that is gone for longer has ended our refit by itself.
+RECONNECT_SECONDS = 5.0
 
 
 class Staging:
@@ -68,7 +69,7 @@ class Staging:
             report = yield from self._run(refit, tensors, layout, options, partial=only is not None)
         except BaseException as error:
             self._role.note(error)
-            yield refit.abort()
+            yield refit.abort(error)
             raise
         finally:
             yield self._role.leave()
@@ -165,12 +166,19 @@ class _BucketRefit:
         self._number = None
         return committed.report
 
-    async def abort(self) -> None:
-        """Nothing if the refit was not begun. The daemon's answer does not matter: what went wrong is being raised."""
+    async def abort(self, error: BaseException) -> None:
+        """Nothing if the refit was not begun. The daemon's answer does not matter: `error` is being raised.
+
+        But `DaemonRestarted` is told only once, so it is raised instead.
+        """
         for applied in self._reading.values():
             applied.cancel()
         await asyncio.gather(*self._reading.values(), return_exceptions=True)
         if self._number is not None:
+            patience_seconds = RECONNECT_SECONDS if isinstance(error, DaemonUnreachable) else self.timeout_seconds
             command = AbortRefit(epoch=self.epoch, refit=self._number)
-            with contextlib.suppress(RefitdError):
-                await self._connection.request(command, RefitAborted, timeout_seconds=self.timeout_seconds)
+            try:
+                await self._connection.request(command, RefitAborted, timeout_seconds=patience_seconds)
+            except RefitdError as refusal:
+                if isinstance(refusal, DaemonRestarted):
+                    raise
