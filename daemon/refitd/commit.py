@@ -11,15 +11,12 @@ from typing import Any, Literal
 
 import structlog
 
-from refit_protocol.digest import combine_parts
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import (
     AttestMode,
     InflightPolicy,
     RefitMilliseconds,
-    RefitPath,
     RefitReport,
-    UnplannedTensor,
 )
 from refit_protocol.states import (
     NOT_SERVABLE,
@@ -33,6 +30,7 @@ from refit_protocol.states import (
 from refitd.config import RefitConfig
 from refitd.engine import Engine, WorkerError
 from refitd.gate import Gate
+from refitd.ranks import combine_digests, combine_paths, combine_unplanned
 
 U64_MAX = (1 << 64) - 1
 # After the last request's end; a client that sends one request after the other is not slowed down.
@@ -292,12 +290,6 @@ class Commit:
         self.restorable_version = self._gate.version
 
 
-def combine_digests(answers: Sequence[dict[str, Any]]) -> str | None:
-    """The digest over all workers, None where none was asked for; raises `attest_failed` where replicas differ."""
-    parts = [answer["digest_parts"] for answer in answers if answer["digest"] is not None]
-    return combine_parts(parts) if parts else None
-
-
 def _report(ticket: Ticket, answers: Sequence[dict[str, Any]], digest: str | None, copied: float) -> RefitReport:
     now = time.monotonic()
     slowest = {
@@ -306,12 +298,12 @@ def _report(ticket: Ticket, answers: Sequence[dict[str, Any]], digest: str | Non
     }
     return RefitReport(
         version=ticket.version,
-        path=combined_path([answer["path"] for answer in answers]),
+        path=combine_paths(answers),
         tensors=max(int(answer["tensors"]) for answer in answers),
         size_bytes=sum(int(answer["bytes"]) for answer in answers),
         partial=ticket.partial,
         policy=ticket.policy,
-        unplanned=[UnplannedTensor(**tensor) for tensor in answers[0]["loader_tensors"]],
+        unplanned=combine_unplanned(answers),
         digest=digest,
         milliseconds=RefitMilliseconds(
             validate=slowest["validate"],
@@ -326,10 +318,6 @@ def _report(ticket: Ticket, answers: Sequence[dict[str, Any]], digest: str | Non
 
 def _sleep_event(partial: bool) -> SleepEvent:
     return SleepEvent.PARTIAL_REFIT if partial else SleepEvent.FULL_REFIT
-
-
-def combined_path(paths: Sequence[RefitPath]) -> RefitPath:
-    return paths[0] if len(set(paths)) == 1 else "mixed"
 
 
 async def _nothing_to_abort(_error: ErrorCode | None) -> None:

@@ -143,6 +143,15 @@ class StampedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not checked
             priority=priority,
         )
 
+    async def call_workers(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        """One answer per worker of every data-parallel replica; vLLM's `collective_rpc` returns the first one's."""
+        client = self.engine_core
+        calls = [
+            client._call_utility_async("collective_rpc", method, None, args, None, engine=engine)
+            for engine in client.core_engines
+        ]
+        return [answer for answers in await asyncio.gather(*calls) for answer in answers]
+
     async def submit(self, request: EngineCoreRequest) -> None:
         """Its steps come to the sink from now on."""
         self._ours.add(request.request_id)

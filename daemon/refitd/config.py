@@ -46,6 +46,7 @@ class EngineConfig(Section):
     max_num_seqs: int | None = Field(default=None, gt=0)
     tensor_parallel_size: int = Field(default=1, gt=0)
     pipeline_parallel_size: int = Field(default=1, gt=0)
+    data_parallel_size: int = Field(default=1, gt=0)
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     enforce_eager: bool = False
     enable_prefix_caching: bool = True

@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
-import msgspec
 import structlog
 
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import ManifestTensor, ModelInfo, Sampling
 from refitd.config import Config, ConfigError
 from refitd.lines import LineClosedError, Lines, encoded, open_lines
+from refitd.ranks import combine_manifests
 
 if TYPE_CHECKING:
     import numpy as np
@@ -97,7 +97,8 @@ class EngineInfo:
 
 def engine_environment(config: Config) -> dict[str, str]:
     """Variables that vLLM reads and has no argument for; set once, by `app`, before vLLM is imported."""
-    single = config.engine.tensor_parallel_size == config.engine.pipeline_parallel_size == 1
+    engine = config.engine
+    single = engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size == 1
     return {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if single else "1",
@@ -156,7 +157,7 @@ class Engine:
         model_config = self.llm.model_config
         return EngineInfo(
             model=compat.model_info(self.llm, self._config.engine.served_model_name or self._config.model),
-            manifest=msgspec.convert(workers[0]["manifest"], list[ManifestTensor]),
+            manifest=combine_manifests(workers),
             devices=[worker["device_uuid"] or worker["device"] for worker in workers],
             vllm_version=compat.VLLM_VERSION,
             logprobs_mode=str(model_config.logprobs_mode),
@@ -172,7 +173,7 @@ class Engine:
     async def call_workers(
         self, method: str, *args: Any, timeout_seconds: float, writes: bool = False, direct: bool = False
     ) -> list[dict[str, Any]]:
-        """One answer per worker, rank order. Raises `WorkerError` if any refuses, `engine_dead` after the timeout.
+        """One answer per worker of each replica, by rank. Raises `WorkerError` if any refuses, `engine_dead` when late.
 
         `direct` allows the short way, for calls that need nothing of vLLM's: it is taken while the engine stands still.
         vLLM's own RPC timeout is not used: after it expires every later call gets the answer of the one before.
@@ -203,8 +204,7 @@ class Engine:
         try:
             while self._direct_calls:
                 await asyncio.wait(self._direct_calls)
-            answers: list[dict[str, Any]] = await self.llm.collective_rpc(method, args=tuple(args))
-            return answers
+            return await self.llm.call_workers(method, tuple(args))
         finally:
             self._calls -= 1
 
@@ -412,6 +412,7 @@ def engine_arguments(config: Config) -> dict[str, Any]:
         "seed": engine.seed,
         "tensor_parallel_size": engine.tensor_parallel_size,
         "pipeline_parallel_size": engine.pipeline_parallel_size,
+        "data_parallel_size": engine.data_parallel_size,
         "enforce_eager": engine.enforce_eager,
         "enable_prefix_caching": engine.enable_prefix_caching,
         "enable_sleep_mode": engine.enable_sleep_mode,

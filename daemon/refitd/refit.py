@@ -40,7 +40,6 @@ from refit_protocol.messages import (
     RestoreWeights,
     SourceClosed,
     SourceOpened,
-    UnplannedTensor,
     ValidateRefit,
     WeightsDigest,
     WeightsRestored,
@@ -50,10 +49,11 @@ from refit_protocol.messages import (
 from refit_protocol.states import EngineState
 from refit_protocol.tensors import check_pieces, check_segments, check_source_tensors
 from refitd.checkpoints import checkpoint_directory
-from refitd.commit import Commit, Ticket, combine_digests, combined_path
+from refitd.commit import Commit, Ticket
 from refitd.config import Config
 from refitd.engine import Engine
 from refitd.gate import Gate
+from refitd.ranks import combine_digests, combine_paths, combine_unplanned
 from refitd.sessions import Answer, Call, Session
 from refitd.source import BucketRefit, Source
 from refitd.writer import Writer
@@ -164,7 +164,7 @@ class Refit:
             self._config.refit.plan,
             timeout_seconds=self._config.refit.deadline_seconds,
         )
-        return combined_path([answer["path"] for answer in answers])
+        return combine_paths(answers)
 
     # --- in place -----------------------------------------------------------------------------------------------------
 
@@ -429,13 +429,12 @@ class Refit:
         self._sources[source.id] = source
         if session.closed or self.writer.session is not session:
             await self._close(source)
-        first = answers[0]
         return SourceOpened(
             source=source.id,
-            path=first["path"],
+            path=combine_paths(answers),
             tensors=len(body.tensors),
-            size_bytes=int(first["bytes"]),
-            unplanned=[UnplannedTensor(**tensor) for tensor in first["loader_tensors"]],
+            size_bytes=sum(int(answer["bytes"]) for answer in answers),
+            unplanned=combine_unplanned(answers),
         )
 
     async def _close(self, source: Source) -> None:

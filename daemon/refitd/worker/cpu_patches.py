@@ -4,6 +4,8 @@ vLLM packs linear and expert weights for its CPU kernels and drops or replaces t
 either fails or leaves the packed copy stale. These patches keep the plain parameters: linear layers use them directly,
 experts keep a packed shadow beside them, which `repack_experts` renews after an update. They must be in place before
 the model loads, which is why the worker extension applies them at its import.
+
+One more makes pipeline stages work: vLLM allocates what a stage receives in a warm-up that it skips on eager CPUs.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ if current_platform.is_cpu():
     from vllm.model_executor.kernels.linear.zentorch_utils import is_zentorch_moe_supported
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     _pack_linear = utils.dispatch_cpu_unquantized_gemm
     _pack_experts = CPUUnquantizedExperts.process_weights_after_loading
     _apply_experts: Callable[..., None] = CPUUnquantizedExperts.apply
+    _receive_hidden_states: Callable[..., Any] = CPUModelRunner.sync_and_gather_intermediate_tensors
 
 
 def apply_cpu_patches() -> None:
@@ -35,6 +39,7 @@ def apply_cpu_patches() -> None:
         _replace(utils, "dispatch_cpu_unquantized_gemm", _keep_linear_plain)
         _replace(CPUUnquantizedExperts, "process_weights_after_loading", _keep_experts_plain)
         _replace(CPUUnquantizedExperts, "apply", _apply_packed_experts)
+        _replace(CPUModelRunner, "sync_and_gather_intermediate_tensors", _receive_into_allocated)
 
 
 def repack_experts(model: torch.nn.Module) -> None:
@@ -83,6 +88,14 @@ def _apply_packed_experts(experts: Any, *args: Any, w1: torch.Tensor, w2: torch.
     if packed is not None:
         w1, w2 = packed["w13_weight"], packed["w2_weight"]
     _apply_experts(experts, *args, w1=w1, w2=w2, **kwargs)
+
+
+def _receive_into_allocated(runner: Any, *args: Any, **kwargs: Any) -> Any:
+    if runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
+    return _receive_hidden_states(runner, *args, **kwargs)
 
 
 def _patched_experts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Any]]:

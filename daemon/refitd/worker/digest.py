@@ -154,19 +154,21 @@ class _SampledSum:
 
     def begin(self) -> torch.Tensor:
         """Modulo 2^64, on its way."""
-        return (self._gather.bits() * self._factors).sum()
+        return (self._gather.bits().to(self._factors.device) * self._factors).sum()
 
 
 def _groups(weights: EngineWeights, routes: Iterable[Route]) -> Mapping[str, list[Route]]:
     """Routes that take the same fraction of their tensors, under a key that names exactly these elements.
 
-    What is replicated between ranks is then replicated group by group.
+    What is replicated between ranks is then replicated group by group; what only single pipeline stages share, such as
+    a tied embedding, is a group of its own.
     """
-    by_fraction: dict[tuple[float, float], list[Route]] = defaultdict(list)
+    by_fraction: dict[tuple[float, float, str], list[Route]] = defaultdict(list)
     for route in routes:
         whole = prod(weights.expected[route.tensor].shape)
         source = route.transfer.source
-        by_fraction[source.offset / whole, source.elements / whole].append(route)
+        alone = route.parameter if route.parameter in weights.on_several_stages else ""
+        by_fraction[source.offset / whole, source.elements / whole, alone].append(route)
     return {_key(found): found for found in by_fraction.values()}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from refitd.worker.cpu_patches import has_packed_experts
 
@@ -47,3 +47,9 @@ def tied_heads(model: torch.nn.Module) -> dict[str, str]:
         if isinstance(module, ParallelLMHead)
     }
     return {head: first for head, first in heads.items() if first is not None and first != head}
+
+
+def vocabulary_parameters(model: torch.nn.Module) -> frozenset[str]:
+    """Of embeddings and heads."""
+    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, VocabParallelEmbedding)]
+    return frozenset(f"{name}.{leaf}" for name, module in modules for leaf, _ in module.named_parameters())

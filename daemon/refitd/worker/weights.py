@@ -12,7 +12,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.tensors import FLOAT_DTYPES, DType, SourceTensor, TensorShape
 from refitd.worker.cpu_patches import repack_experts
-from refitd.worker.loading import opaque_modules, reload, tied_heads
+from refitd.worker.loading import opaque_modules, reload, tied_heads, vocabulary_parameters
 from refitd.worker.manifest import Shapes, checkpoint_shapes
 from refitd.worker.plan import Plan, compile_plan
 from refitd.worker.trace import Trace, trace_loader
@@ -38,6 +38,8 @@ class EngineWeights:
     expected: Mapping[str, Expected]
     aliases: Mapping[str, str]
     """Tensors that share another one's parameter, with that one's name."""
+    on_several_stages: Collection[str]
+    """Parameters that other pipeline stages, which differ in all else, may hold too: tied embeddings."""
 
     def __init__(self, model_runner: Any, vllm_config: VllmConfig, device: torch.device) -> None:
         self.device = device
@@ -135,6 +137,8 @@ class EngineWeights:
         self.aliases = {**_tied_tensors(self.model, trace), **self.plan.aliases}
         dtypes = {copy.tensor: parameters[copy.parameter].dtype for copy in trace.copies}
         self.expected = _expected(self._shapes, self.plan, self.aliases, dtypes, self.model_dtype)
+        pipelined = self._vllm_config.parallel_config.pipeline_parallel_size > 1
+        self.on_several_stages = vocabulary_parameters(self.model) if pipelined else ()
         self._flat = {name: parameters[name].detach().view(-1) for name in self.plan.parameters}
         self._sites = [_site(self.model, name, parameters[name]) for name in self.plan.parameters]
 
