@@ -205,6 +205,10 @@ class Engine:
             while self._direct_calls:
                 await asyncio.wait(self._direct_calls)
             return await self.llm.call_workers(method, tuple(args))
+        # Our methods never raise in a worker, so a worker has died; what others answered is lost with it.
+        except Exception as error:
+            self.on_death(error)
+            raise ProtocolError(ErrorCode.ENGINE_DEAD, f"{method} did not reach every worker: {error}") from error
         finally:
             self._calls -= 1
 
