@@ -318,6 +318,7 @@ class App:
             return
         log.error("the engine died", reason=str(error) or type(error).__name__)
         self._death = error
+        self.engine.end_calls()
         self.gate.step(EngineEvent.DIED)
         self._spawn(self._abort_requests(ErrorCode.ENGINE_DEAD), "abort-after-death")
         self._stop.set()

@@ -126,6 +126,8 @@ class Engine:
         self.info: EngineInfo | None = None
         self.on_step: Callable[[Sequence[StepOutput]], None] = lambda _outputs: None
         self.on_death: Callable[[BaseException], None] = lambda _error: None
+        self._dead = False
+        self._waiting: set[asyncio.Timeout] = set()
 
     @property
     def llm(self) -> StampedLLM:
@@ -236,14 +238,26 @@ class Engine:
     async def _answer(self, work: Awaitable[_Result], what: str, timeout_seconds: float) -> _Result:
         """Every call to the engine is bounded: one that does not come back means that the engine hangs."""
         try:
-            async with asyncio.timeout(timeout_seconds):
-                return await work
+            async with asyncio.timeout(0 if self._dead else timeout_seconds) as waiting:
+                self._waiting.add(waiting)
+                try:
+                    return await work
+                finally:
+                    self._waiting.discard(waiting)
         except TimeoutError:
+            if self._dead:
+                raise ProtocolError(ErrorCode.ENGINE_DEAD, f"the engine died: {what} was not answered") from None
             error = ProtocolError(
                 ErrorCode.ENGINE_DEAD, f"{what} did not come back within {timeout_seconds:g} s: the engine hangs"
             )
             self.on_death(error)
             raise error from None
+
+    def end_calls(self) -> None:
+        """To be called when the engine has died: vLLM leaves its callers waiting."""
+        self._dead = True
+        for waiting in self._waiting:
+            waiting.reschedule(0)
 
     async def ping(self, timeout_seconds: float) -> None:
         """An RPC that must come back: `check_health` does not see a dead input thread. Raises TimeoutError."""
