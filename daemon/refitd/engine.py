@@ -257,7 +257,8 @@ class Engine:
         """To be called when the engine has died: vLLM leaves its callers waiting."""
         self._dead = True
         for waiting in self._waiting:
-            waiting.reschedule(0)
+            if not waiting.expired():
+                waiting.reschedule(0)
 
     async def ping(self, timeout_seconds: float) -> None:
         """An RPC that must come back: `check_health` does not see a dead input thread. Raises TimeoutError."""
