@@ -91,6 +91,7 @@ class RefitConfig(Section):
 
     `checkpoint_roots`: what ReloadWeights may read besides the model's own directory; None: anything for local clients,
     nothing for those over tcp.
+    `max_broadcast_bytes` bounds the two staging buffers that each worker holds for a collective source.
     """
 
     plan: PlanMode = "auto"
@@ -102,6 +103,7 @@ class RefitConfig(Section):
     deadline_seconds: float = Field(default=300.0, gt=0)
     max_waiting_requests: int = Field(default=4096, ge=0)
     checkpoint_roots: list[Path] | None = None
+    max_broadcast_bytes: int = Field(default=1 << 30, gt=0)
 
 
 class GenerationConfig(Section):

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from refit_protocol.broadcast import BroadcastLayout
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import (
     AbortRefit,
@@ -22,12 +23,16 @@ from refit_protocol.messages import (
     ApplyBucket,
     AttestMode,
     BeginRefit,
+    BroadcastReceived,
     BucketApplied,
     CloseSource,
+    CollectiveJoined,
     CommitRefit,
     FinishRefit,
     GetDigest,
+    JoinCollective,
     OpenSource,
+    ReceiveBroadcast,
     RefitAborted,
     RefitBegan,
     RefitCommitted,
@@ -46,9 +51,10 @@ from refit_protocol.messages import (
     WriterAcquired,
     WriterReleased,
 )
-from refit_protocol.states import EngineState
+from refit_protocol.states import NOT_SERVABLE, EngineState
 from refit_protocol.tensors import check_pieces, check_segments, check_source_tensors
 from refitd.checkpoints import checkpoint_directory
+from refitd.collective import check_group, join_group
 from refitd.commit import Commit, Ticket
 from refitd.config import Config
 from refitd.engine import Engine
@@ -123,6 +129,19 @@ class Refit:
         opened = await self._finish_even_if_cancelled(self._open(call.owner, body))
         yield Answer(opened)
 
+    async def join_collective(self, call: Call) -> AsyncIterator[Answer]:
+        """Generation goes on while the group forms; a session that ends meanwhile ends the waiting too."""
+        assert isinstance(call.body, JoinCollective)
+        body = call.body
+        self.writer.check(call.owner, body.epoch)
+        self._commit.refuse_while_busy()
+        if self._engine.info is None:
+            raise ProtocolError(*NOT_SERVABLE[EngineState.LOADING])
+        workers = len(self._engine.info.devices)
+        check_group(body, workers)
+        joined = await self._finish_even_if_cancelled(self._join(call.owner, body, workers))
+        yield Answer(joined)
+
     async def close_source(self, call: Call) -> AsyncIterator[Answer]:
         assert isinstance(call.body, CloseSource)
         self.writer.check(call.owner, call.body.epoch)
@@ -152,7 +171,7 @@ class Refit:
 
     async def _validate(self, source: Source, body: ValidateRefit, ticket: Ticket) -> RefitPath:
         only = body.only
-        if source.kind == "bucket":
+        if source.kind != "inplace":
             announced = BucketRefit.announce(0, source.session, source, body.tensors, ticket).announced
             only = [*announced] if body.partial else None
         answers = await self._engine.call_workers(
@@ -174,8 +193,7 @@ class Refit:
         body = call.body
         self.writer.check(call.owner, body.epoch)
         source = self._source(body.source)
-        if source.kind != "inplace":
-            raise ProtocolError(ErrorCode.UNKNOWN_SOURCE, f"source {source.id} is a bucket source: send BeginRefit")
+        source.require("inplace")
         ticket = self._ticket(body, partial=body.only is not None)
         if body.hold:
             yield Answer(await self._finish_even_if_cancelled(self._hold_in_place(source, body, ticket)))
@@ -222,8 +240,8 @@ class Refit:
         body = call.body
         self.writer.check(call.owner, body.epoch)
         source = self._source(body.source)
-        if source.kind != "bucket":
-            raise ProtocolError(ErrorCode.UNKNOWN_SOURCE, f"source {source.id} is an in-place source: send CommitRefit")
+        if source.kind == "inplace":
+            source.require("bucket")
         ticket = self._ticket(body, partial=body.partial)
         refit = await self._finish_even_if_cancelled(self._begin(call.owner, source, body, ticket))
         yield Answer(RefitBegan(refit=refit.id, version=ticket.version))
@@ -266,6 +284,7 @@ class Refit:
             raise ProtocolError(
                 ErrorCode.NOT_ALLOWED_NOW, f"refit {refit.id} is held: finish or abort it", state="held"
             )
+        refit.source.require("bucket")
         pieces = self._config.server.max_bucket_pieces
         if len(body.pieces) > pieces:
             raise ProtocolError(ErrorCode.LIMIT_EXCEEDED, f"{len(body.pieces)} pieces, at most {pieces}", limit=pieces)
@@ -289,6 +308,43 @@ class Refit:
                 await self._end_bucket_refit(refit, error)
                 raise
         return sum(int(answer["bytes"]) for answer in answers)
+
+    async def receive_broadcast(self, call: Call) -> AsyncIterator[Answer]:
+        """One RPC a broadcast: between two of them the refit can be aborted, and the engine shows that it is alive."""
+        assert isinstance(call.body, ReceiveBroadcast)
+        refit = self._refit_under_way(call.owner, call.body.epoch, call.body.refit)
+        refit.source.require("collective")
+        if refit.reception != "awaited":
+            message = f"the broadcasts of refit {refit.id} are {refit.reception}: they come once"
+            raise ProtocolError(ErrorCode.NOT_ALLOWED_NOW, message, state=self._gate.state.value)
+        refit.reception = "under way"
+        size_bytes = await self._finish_even_if_cancelled(self._receive(refit))
+        yield Answer(BroadcastReceived(refit=refit.id, size_bytes=size_bytes))
+
+    async def _receive(self, refit: BucketRefit) -> int:
+        layout = BroadcastLayout(tuple(refit.announced.values()), refit.source.broadcast_bytes)
+        for number in range(len(layout)):
+            async with refit.order:
+                self._check_current(refit)
+                try:
+                    await self._receive_one(refit, number)
+                except ProtocolError as error:
+                    await self._end_bucket_refit(refit, error)
+                    raise
+        refit.reception = "complete"
+        return layout.size_bytes
+
+    async def _receive_one(self, refit: BucketRefit, number: int) -> None:
+        """The workers' wait ends before ours: else a trainer that is slow would pass for an engine that hangs."""
+        remaining_seconds = refit.ticket.remaining_seconds
+        await self._engine.call_workers(
+            "refitd_receive",
+            number,
+            remaining_seconds,
+            timeout_seconds=remaining_seconds + self._config.refit.deadline_seconds,
+            writes=True,
+            direct=True,
+        )
 
     async def finish(self, call: Call) -> AsyncIterator[Answer]:
         assert isinstance(call.body, FinishRefit)
@@ -356,6 +412,8 @@ class Refit:
         assert refit.window is not None
         swallowed = await refit.window.__aexit__(type(error) if error else None, error, None)
         assert not swallowed
+        if error is not None and refit.reception == "under way":
+            await self._close(refit.source)
 
     # --- from disk ----------------------------------------------------------------------------------------------------
 
@@ -436,6 +494,17 @@ class Refit:
             size_bytes=sum(int(answer["bytes"]) for answer in answers),
             unplanned=combine_unplanned(answers),
         )
+
+    async def _join(self, session: Session, body: JoinCollective, workers: int) -> CollectiveJoined:
+        source = Source(next(self._ids), session, "collective", ())
+        self._sources[source.id] = source
+        try:
+            joined = await join_group(self._engine, self._config.refit, source.id, body, workers)
+        except ProtocolError:
+            await self._close(source)
+            raise
+        source.broadcast_bytes = joined.bucket_bytes
+        return joined
 
     async def _close(self, source: Source) -> None:
         if self._sources.pop(source.id, None) is not None:

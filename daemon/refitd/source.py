@@ -12,16 +12,32 @@ from refit_protocol.tensors import Segment, TensorShape, check_shape, check_uniq
 from refitd.commit import Ticket
 from refitd.sessions import Session
 
+COMMANDS = {
+    "inplace": "CommitRefit",
+    "bucket": "BeginRefit and ApplyBucket",
+    "collective": "BeginRefit and ReceiveBroadcast",
+}
+
 
 @dataclass(eq=False)
 class Source:
-    """Mapped by the workers under the same id; `replayed` once a refit from it was plain copies alone."""
+    """Known to the workers under the same id; `replayed` once a refit from it was plain copies alone.
+
+    `broadcast_bytes` is the size of a collective source's pieces.
+    """
 
     id: int
     session: Session
-    kind: Literal["inplace", "bucket"]
+    kind: Literal["inplace", "bucket", "collective"]
     segments: tuple[Segment, ...]
     replayed: bool = False
+    broadcast_bytes: int = 0
+
+    def require(self, kind: Literal["inplace", "bucket", "collective"]) -> None:
+        """Raises `unknown_source`, saying which command suits the source."""
+        if self.kind != kind:
+            message = f"source {self.id} is not {kind}, it is {self.kind}: send {COMMANDS[self.kind]}"
+            raise ProtocolError(ErrorCode.UNKNOWN_SOURCE, message)
 
     def bucket_bytes(self, bucket: int) -> int:
         if not 0 <= bucket < len(self.segments):
@@ -34,7 +50,8 @@ class BucketRefit:
     """A window that stays open over several messages: from `BeginRefit`, or a commit with `hold`, to its end.
 
     `order` keeps pipelined buckets in the order they came in. `held` is what the workers said when everything had been
-    written and only publishing was left.
+    written and only publishing was left. What ends a refit while its `reception` of broadcasts is under way leaves
+    their group out of step.
     """
 
     id: int
@@ -45,6 +62,7 @@ class BucketRefit:
     order: asyncio.Lock = field(default_factory=asyncio.Lock)
     window: AbstractAsyncContextManager[None] | None = None
     held: list[dict[str, Any]] | None = None
+    reception: Literal["awaited", "under way", "complete"] = "awaited"
     _deadline: asyncio.Task[Any] | None = None
 
     @classmethod

@@ -41,6 +41,7 @@ class ErrorCode(StrEnum):
     ATTEST_FAILED = "attest_failed"
     INVALID_CHECKPOINT = "invalid_checkpoint"
     NOTHING_TO_RESTORE = "nothing_to_restore"
+    COLLECTIVE_FAILED = "collective_failed"
     # generation
     INVALID_PROMPT = "invalid_prompt"
     INVALID_SAMPLING = "invalid_sampling"
@@ -102,6 +103,7 @@ ERROR_RULES: dict[ErrorCode, ErrorRule] = {
     ErrorCode.ATTEST_FAILED: _ENGINE_LATER,
     ErrorCode.INVALID_CHECKPOINT: _CLIENT,
     ErrorCode.NOTHING_TO_RESTORE: _CLIENT,
+    ErrorCode.COLLECTIVE_FAILED: _CLIENT_LATER,
     ErrorCode.INVALID_PROMPT: _CLIENT,
     ErrorCode.INVALID_SAMPLING: _CLIENT,
     ErrorCode.VERSION_UNAVAILABLE: _CLIENT_LATER,

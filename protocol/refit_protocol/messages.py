@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from refit_protocol.errors import ErrorCode, Fault, ProtocolError
+from refit_protocol.rendezvous import GroupBackend
 from refit_protocol.states import EngineState
 from refit_protocol.tensors import BucketPiece, DType, Segment, SourceTensor, TensorShape
 
@@ -281,6 +282,30 @@ class RefitValidated(Fact, frozen=True, kw_only=True):
     milliseconds: float
 
 
+class JoinCollective(Command, frozen=True, kw_only=True):
+    """Makes the engine's workers join the group that a trainer hosts at `address` and `port`, as a source of refits.
+
+    Worker i becomes rank `first_rank + i` of `world_size`; rank 0, the host, broadcasts.
+    """
+
+    epoch: int
+    address: str
+    port: int
+    world_size: int
+    first_rank: int = 1
+    timeout_seconds: float = 60.0
+    plan: PlanMode | None = None
+
+
+class CollectiveJoined(Fact, frozen=True, kw_only=True):
+    """All ranks are there, and a first broadcast has come through. `bucket_bytes` and `backend` are the host's."""
+
+    source: int
+    ranks: list[int]
+    backend: GroupBackend
+    bucket_bytes: int
+
+
 class CommitRefit(Command, frozen=True, kw_only=True):
     """Refits from an in-place source. `only` names a partial update; `version` defaults to the served one plus one.
 
@@ -299,7 +324,10 @@ class CommitRefit(Command, frozen=True, kw_only=True):
 
 
 class BeginRefit(Command, frozen=True, kw_only=True):
-    """Announces a bucket refit: everything is validated and the gate closes before the first bucket is read."""
+    """Announces a bucket or collective refit: everything is validated, the gate closes before the first byte is read.
+
+    From a collective source the tensors come in the order announced.
+    """
 
     epoch: int
     source: int
@@ -329,6 +357,20 @@ class ApplyBucket(Command, frozen=True, kw_only=True):
 class BucketApplied(Fact, frozen=True, kw_only=True):
     refit: int
     bucket: int
+    size_bytes: int
+
+
+class ReceiveBroadcast(Command, frozen=True, kw_only=True):
+    """The tensors that `BeginRefit` announced come as broadcasts, laid out as `refit_protocol.broadcast` says."""
+
+    epoch: int
+    refit: int
+
+
+class BroadcastReceived(Fact, frozen=True, kw_only=True):
+    """All workers hold all of it; the sender's memory may be overwritten."""
+
+    refit: int
     size_bytes: int
 
 
@@ -671,9 +713,11 @@ Request = (
     | OpenSource
     | CloseSource
     | ValidateRefit
+    | JoinCollective
     | CommitRefit
     | BeginRefit
     | ApplyBucket
+    | ReceiveBroadcast
     | FinishRefit
     | AbortRefit
     | RestoreWeights
@@ -702,9 +746,11 @@ Reply = (
     | SourceClosed
     | RefitValidated
     | RefitHeld
+    | CollectiveJoined
     | RefitCommitted
     | RefitBegan
     | BucketApplied
+    | BroadcastReceived
     | RefitAborted
     | WeightsRestored
     | GenerationStarted

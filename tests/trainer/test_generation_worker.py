@@ -6,10 +6,12 @@ import asyncio
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +19,7 @@ import pytest
 import torch
 
 from refit_protocol.errors import ErrorCode
-from refit_trainer import Daemon, LayoutMismatch, RefitdError, Sampling, share_parameters
+from refit_trainer import BroadcastGroup, Daemon, LayoutMismatch, RefitdError, Sampling, share_parameters
 from refit_trainer.generation_worker import GenerationWorker
 from refit_trainer.worker_batches import Batch
 from tests.daemon_process import DaemonProcess
@@ -216,12 +218,37 @@ def test_weights_that_do_not_fit_are_named_before_they_are_sent(worker: Generati
         run(worker.prepare_refit_info_async({"odd": ((1,), torch.float32)}))
 
 
-def test_collectives_are_refused_by_name(worker: GenerationWorker) -> None:
-    """Both calls say that there is none, instead of hanging."""
-    for call in (worker.init_collective_async(0, "127.0.0.1", 1, 2, 1), worker.update_weights_from_collective_async()):
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_weights_come_by_collective(worker: GenerationWorker, daemon: Daemon) -> None:
+    """The trainer hosts the group and broadcasts; the worker's engine joins, commits, and serves what was sent."""
+    port = free_port()
+    tensors = [dict(random_model("qwen3", seed=seed).named_parameters()) for seed in (1, 0)]
+    with ThreadPoolExecutor(1) as trainer:
+        hosting = trainer.submit(BroadcastGroup.host, "127.0.0.1", port, 2)
+        run(worker.init_collective_async(0, "127.0.0.1", port, 2, 1))
+        with hosting.result() as group:
+            shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors[0].items()}
+            run(worker.prepare_refit_info_async(shapes))
+            for weights in tensors:
+                sending = trainer.submit(group.broadcast, weights)
+                assert run(worker.update_weights_from_collective_async())
+                sending.result()
+                assert daemon.verify(weights, full=True)
+
+
+def test_a_collective_that_cannot_be_is_said_so(worker: GenerationWorker) -> None:
+    """No group yet; no room for the worker's ranks in it."""
+    for call, code in (
+        (worker.update_weights_from_collective_async(), ErrorCode.NOT_ALLOWED_NOW),
+        (worker.init_collective_async(1, "127.0.0.1", 1, 2, 1), ErrorCode.INVALID_DESCRIPTOR),
+    ):
         with pytest.raises(RefitdError) as refused:
             run(call)
-        assert refused.value.code is ErrorCode.UNSUPPORTED
+        assert refused.value.code is code
 
 
 # --- the engine's life ---

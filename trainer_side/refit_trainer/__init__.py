@@ -5,6 +5,7 @@ Importing this package does not import torch.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from refit_protocol.errors import ErrorCode, Fault
@@ -27,11 +28,13 @@ from refit_trainer.link import CurveKeys
 from refit_trainer.stream import Alternatives, Delta, Sample
 
 if TYPE_CHECKING:
+    from refit_trainer.process_group import BroadcastGroup
     from refit_trainer.sharing import share_parameters, unshare_parameters
 
 __all__ = [
     "Alternatives",
     "AsyncDaemon",
+    "BroadcastGroup",
     "ClientClosed",
     "CurveKeys",
     "DType",
@@ -57,12 +60,14 @@ __all__ = [
     "unshare_parameters",
 ]
 
-_NEEDS_TORCH = frozenset({"share_parameters", "unshare_parameters"})
+_NEEDS_TORCH = {
+    "BroadcastGroup": "refit_trainer.process_group",
+    "share_parameters": "refit_trainer.sharing",
+    "unshare_parameters": "refit_trainer.sharing",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _NEEDS_TORCH:
-        from refit_trainer import sharing
-
-        return getattr(sharing, name)
+        return getattr(import_module(_NEEDS_TORCH[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, TypeVar, Unpack
 from refit_protocol.digest import DigestMode
 from refit_protocol.endpoint import default_endpoint, socket_path
 from refit_protocol.messages import (
+    CollectiveJoined,
     Fact,
     Generate,
     GetDigest,
@@ -36,6 +37,7 @@ from refit_protocol.messages import (
     WeightsRestored,
     Welcome,
 )
+from refit_trainer.broadcast_refits import join_group, refit_by_broadcast
 from refit_trainer.connection import Connection, ConnectionOptions
 from refit_trainer.inbox import Mailbox
 from refit_trainer.link import CurveKeys
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     import torch
 
     from refit_protocol.tensors import TensorShape
+    from refit_trainer.collective import AsyncCollective, Broadcaster, CollectiveOptions
     from refit_trainer.staging import Staging, Weights
 
 _Fact = TypeVar("_Fact", bound=Fact)
@@ -77,7 +80,8 @@ class AsyncDaemon:
 
     def __init__(self, connection: Connection, timeout_seconds: float, options: ConnectOptions) -> None:
         self.connection = connection
-        self._role = WriterRole(connection, options.get("plan"))
+        self._plan = options.get("plan")
+        self._role = WriterRole(connection, self._plan)
         self._bucket_bytes = options.get("bucket_bytes", _BUCKET_BYTES)
         self._staging: Staging | None = None
         self._timeout_seconds = timeout_seconds
@@ -151,6 +155,38 @@ class AsyncDaemon:
         architecture, by its absolute path on the daemon's machine.
         """
         return await reload(self.connection, self._role, None if path is None else os.fspath(path), options)
+
+    async def collective(self, address: str | None = None, **options: Unpack[CollectiveOptions]) -> AsyncCollective:
+        """A group of this process and the engine's workers, for weights on other GPUs or another machine than the
+        engine's; to be awaited, its result entered by `async with`.
+
+        `address` is this machine's, as the engine reaches it; by default it is found out. Raises `RefitdError` with
+        code `collective_failed`, in the time given.
+        """
+        from refit_trainer.collective import AsyncCollective
+
+        return AsyncCollective(await walk(self.collective_steps(address, options)))
+
+    async def join_collective(
+        self, address: str, port: int, world_size: int, first_rank: int = 1, *, timeout_seconds: float = 60.0
+    ) -> CollectiveJoined:
+        """The engine's workers join a group that another process hosts by `BroadcastGroup.host`."""
+        return await join_group(
+            self.connection,
+            self._role,
+            address,
+            port,
+            world_size,
+            first_rank,
+            plan=self._plan,
+            timeout_seconds=timeout_seconds,
+        )
+
+    async def receive_refit(
+        self, source: int, tensors: Sequence[TensorShape], **options: Unpack[RefitOptions]
+    ) -> RefitReport:
+        """Commits what the host of a joined group broadcasts meanwhile: `tensors`, in this order."""
+        return await refit_by_broadcast(self.connection, self._role, source, tensors, options)
 
     async def restore(self) -> WeightsRestored:
         """Puts back the last committed weights that the daemon kept."""
@@ -235,6 +271,12 @@ class AsyncDaemon:
         if self._staging is None:
             self._staging = Staging(self.connection, self._role, self._bucket_bytes)
         return (yield from self._staging.refit(weights, specs, options, self.manifest))
+
+    def collective_steps(self, address: str | None, options: CollectiveOptions) -> Steps[Broadcaster]:
+        """`collective`, for a caller on another thread than the event loop's."""
+        from refit_trainer.collective import form_steps
+
+        return form_steps(self.connection, self._role, self._plan, self.status, address, options)
 
     async def send_generate(self, command: Generate, blobs: list[bytes], mailbox: Mailbox) -> int:
         """For iterators of other kinds than `AsyncReplies`: the id of the request whose replies go to `mailbox`."""

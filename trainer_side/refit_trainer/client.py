@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from refit_protocol.tensors import TensorShape
+    from refit_trainer.collective import Collective, CollectiveOptions
     from refit_trainer.staging import Weights
 
 _Result = TypeVar("_Result")
@@ -150,6 +151,13 @@ class Daemon:
     def reload(self, path: str | os.PathLike[str] | None = None, **options: Unpack[CommitOptions]) -> RefitReport:
         """Makes the engine serve a checkpoint on the daemon's machine; see `AsyncDaemon.reload`."""
         return self._thread.call(self._daemon.reload(path, **options))
+
+    def collective(self, address: str | None = None, **options: Unpack[CollectiveOptions]) -> Collective:
+        """A group of this process and the engine's workers, to be used with `with`; see `AsyncDaemon.collective`."""
+        from refit_trainer.collective import Collective
+
+        broadcaster = walk_blocking(self._daemon.collective_steps(address, options), self._thread.call)
+        return Collective(broadcaster, self._thread.call)
 
     def restore(self) -> WeightsRestored:
         return self._thread.call(self._daemon.restore())

@@ -83,6 +83,10 @@ class Connection:
         self._acknowledging: asyncio.TimerHandle | None = None
 
     @property
+    def endpoint(self) -> str:
+        return self._options.endpoint
+
+    @property
     def welcome(self) -> Welcome:
         """What the daemon said when the present session was opened."""
         assert self._welcome is not None, "open() comes first"

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import ModelInfo, SleepTag, Status
 from refit_protocol.states import NOT_SERVABLE, EngineState
+from refit_protocol.tensors import DType, TensorShape
 from refit_trainer.aio import AsyncDaemon
 from refit_trainer.child import ChildDaemon
 from refit_trainer.client import LoopThread
@@ -52,6 +53,8 @@ class GenerationWorker:
         self._session: AsyncDaemon | None = None
         self._model: ModelInfo | None = None
         self._seen_version = 0
+        self._collective: int | None = None
+        self._announced: list[TensorShape] = []
         self.vllm_device_ids: list[str] | None = None
         self._thread = LoopThread()
         try:
@@ -140,6 +143,10 @@ class GenerationWorker:
                 f"the trainer's tensors do not fit: missing {missing}, unexpected {unexpected}, misshapen {misshapen}",
                 details={"missing": missing, "unexpected": unexpected, "misshapen": misshapen},
             )
+        self._announced = [
+            TensorShape(name=name, dtype=_dtype(dtype), shape=tuple(shape))
+            for name, (shape, dtype) in state_dict_info.items()
+        ]
 
     async def update_weights_via_ipc_zmq_async(self) -> bool:
         """Returns True once the engine serves a version that it did not serve at the last call (or at the start).
@@ -161,12 +168,25 @@ class GenerationWorker:
     async def init_collective_async(
         self, rank_prefix: int, ip: str, port: int, world_size: int, train_world_size: int
     ) -> None:
-        """Raises `unsupported`: the daemon has no collective source yet."""
-        raise _no_collective(f"rank {rank_prefix} of {world_size} ({train_world_size} train) at {ip}:{port}")
+        """The engine's workers become ranks `train_world_size + rank_prefix` and up of the group that the trainer's
+        rank 0 hosts with `BroadcastGroup.host(ip, port, world_size)`.
+
+        Raises `collective_failed` in bounded time, also for a plain torch.distributed group.
+        """
+        joined = await self._call(self._daemon.join_collective(ip, port, world_size, train_world_size + rank_prefix))
+        self._collective = joined.source
 
     async def update_weights_from_collective_async(self) -> bool:
-        """Raises `unsupported`: the daemon has no collective source yet."""
-        raise _no_collective("update")
+        """Commits what the trainer broadcasts meanwhile with `BroadcastGroup.broadcast`; returns True.
+
+        The tensors are those of `prepare_refit_info_async`, in its order, else those of the engine's manifest.
+        """
+        if self._collective is None:
+            raise RefitdError("no group was joined: call init_collective_async() first", code=ErrorCode.NOT_ALLOWED_NOW)
+        tensors = self._announced or await self._needed()
+        report = await self._call(self._daemon.receive_refit(self._collective, tensors))
+        self._seen_version = report.version
+        return True
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
@@ -235,6 +255,14 @@ class GenerationWorker:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
+    async def _needed(self) -> list[TensorShape]:
+        manifest = await self._call(self._daemon.manifest())
+        return [
+            TensorShape(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)
+            for tensor in manifest.tensors
+            if not tensor.optional and tensor.alias_of is None
+        ]
+
     @property
     def _daemon(self) -> AsyncDaemon:
         assert self._session is not None, "the constructor connects"
@@ -298,8 +326,10 @@ def _good(sample: Sample) -> Sample:
     raise RefitdError(f"prompt {sample.prompt} ended early: {sample.finish_reason}", code=code)
 
 
-def _no_collective(what: str) -> RefitdError:
-    return RefitdError(
-        f"{what}: this daemon has no collective source; refit it through {GenerationWorker.__name__}.endpoint",
-        code=ErrorCode.UNSUPPORTED,
-    )
+def _dtype(dtype: object) -> DType:
+    """Of a `torch.dtype`, or of its name."""
+    name = str(dtype).removeprefix("torch.")
+    try:
+        return DType(name)
+    except ValueError:
+        raise LayoutMismatch(f"dtype {name} cannot be sent, only {', '.join(DType)}") from None

@@ -9,6 +9,7 @@ from math import prod
 import numpy as np
 import torch
 
+from refit_protocol.broadcast import BroadcastLayout
 from refit_protocol.tensors import BucketPiece, TensorShape, aligned
 from refit_trainer.errors import LayoutMismatch
 
@@ -57,6 +58,42 @@ def pack(
             f"announced, but not among the tensors: {_listed(missing)}", details={"missing": [*missing]}
         )
     yield filled
+
+
+def pack_stream(
+    tensors: Iterator[tuple[str, torch.Tensor]], layout: BroadcastLayout, buffers: Sequence[torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    """Yields the stream of `layout`, a piece in each of the `buffers` in turn, one piece being packed when it is asked
+    for. Raises `LayoutMismatch` unless exactly the layout's tensors come, in its order.
+    """
+    expected = iter(layout.tensors)
+    name, tensor = "", torch.empty(0)
+    for number, pieces in enumerate(layout.buckets):
+        buffer = buffers[number % len(buffers)]
+        for piece in pieces:
+            while name != piece.name:
+                name, tensor = _next_in_order(tensors, next(expected))
+            size_bytes = piece.count * tensor.element_size()
+            target = buffer[piece.offset_bytes : piece.offset_bytes + size_bytes]
+            copy_range(tensor, piece.first, target.view(tensor.dtype))
+        yield buffer[: layout.broadcast_bytes(number)]
+    for shape in expected:
+        _next_in_order(tensors, shape)
+    if (extra := next(tensors, None)) is not None:
+        raise LayoutMismatch(f"{extra[0]} was not announced")
+
+
+def _next_in_order(tensors: Iterator[tuple[str, torch.Tensor]], expected: TensorShape) -> tuple[str, torch.Tensor]:
+    named = next(tensors, None)
+    if named is None:
+        raise LayoutMismatch(
+            f"announced, but not among the tensors: {expected.name}", details={"missing": [expected.name]}
+        )
+    name, tensor = named
+    if name != expected.name:
+        raise LayoutMismatch(f"{name} comes where {expected.name} was announced: pass specs= in the tensors' order")
+    _check_shape(name, tensor, expected)
+    return name, tensor.detach()
 
 
 def copy_range(tensor: torch.Tensor, first: int, flat: torch.Tensor) -> None:
@@ -111,6 +148,10 @@ def _check_announced(
     expected = missing.pop(name, None)
     if expected is None:
         raise LayoutMismatch(f"{name} {'comes a second time' if name in announced else 'was not announced'}")
+    _check_shape(name, tensor, expected)
+
+
+def _check_shape(name: str, tensor: torch.Tensor, expected: TensorShape) -> None:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tuple(tensor.shape) != expected.shape or dtype != expected.dtype:
         raise LayoutMismatch(

@@ -22,6 +22,7 @@ from refitd.worker.attest import check_finite as require_finite
 from refitd.worker.boundary import Answer, answered
 from refitd.worker.buckets import Announcement, BucketRefit, BucketSource, announce
 from refitd.worker.checkpoint import Checkpoint, check_architecture
+from refitd.worker.collective import CollectiveSource, GroupAddress, Joining
 from refitd.worker.commit import Attest, Clock
 from refitd.worker.cpu_patches import apply_cpu_patches
 from refitd.worker.digest import DigestReader
@@ -44,6 +45,7 @@ class _State:
     def __init__(self, weights: EngineWeights) -> None:
         self.weights = weights
         self.sources: dict[int | str, InplaceSource | BucketSource] = {}
+        self.joining: dict[int | str, Joining] = {}
         self.refit: BucketRefit | None = None
         self.keeper = Keeper()
         self.wrote = False
@@ -51,11 +53,14 @@ class _State:
 
     def before_write(self) -> None:
         """Whoever still reads the weights as they are is waited for."""
+        self.wait_for_readers()
+        self.wrote = True
+
+    def wait_for_readers(self) -> None:
         self.keeper.wait(KEEP_TIMEOUT_SECONDS)
         if self.weights.device.type == "cuda":
             # The last step of the engine, on whichever of its streams.
             torch.cuda.synchronize(self.weights.device)
-        self.wrote = True
 
     def inplace(self, source_id: int | str) -> InplaceSource:
         source = self.sources.get(source_id)
@@ -74,7 +79,26 @@ class _State:
             raise ProtocolError(ErrorCode.UNKNOWN_REFIT, "no bucket refit is under way")
         return self.refit
 
+    def joined(self, source_id: int | str, *, planned: bool) -> CollectiveSource | None:
+        """The source, once its group is complete. Raises what joining it failed with."""
+        before = self.sources.get(source_id)
+        if isinstance(before, CollectiveSource):
+            return before
+        joining = self.joining.get(source_id)
+        if joining is None:
+            raise ProtocolError(ErrorCode.UNKNOWN_SOURCE, f"nobody is joining a group for source {source_id}")
+        group = joining.group()
+        if group is None:
+            return None
+        source = CollectiveSource(group, self.weights.device, planned)
+        del self.joining[source_id]
+        self.sources[source_id] = source
+        return source
+
     def close(self, source_id: int | str) -> bool:
+        joining = self.joining.pop(source_id, None)
+        if joining is not None:
+            joining.close()
         source = self.sources.pop(source_id, None)
         if source is None:
             return False
@@ -175,7 +199,7 @@ class RefitWorkerExtension:
     def refitd_close_all(self) -> Answer:
         """Unmaps every source."""
         state = self.refitd_state()
-        for source_id in list(state.sources):
+        for source_id in [*state.sources, *state.joining]:
             state.close(source_id)
         return {}
 
@@ -202,6 +226,49 @@ class RefitWorkerExtension:
         if check_finite:
             commit.require_finite(state.weights, inplace, compiled)
         return {"path": compiled.path}
+
+    # --- collective sources -------------------------------------------------------------------------------------------
+
+    @answered
+    def refitd_join(self, source_id: int | str, where: dict[str, Any], first_rank: int) -> Answer:
+        """Sets out to join a trainer's group, in the background; `refitd_joined` says how it went."""
+        parallel = self.vllm_config.parallel_config
+        index = parallel.data_parallel_index * parallel.world_size + self.rank
+        address = msgspec.convert({**where, "rank": first_rank + index}, GroupAddress)
+        state = self.refitd_state()
+        state.close(source_id)
+        state.joining[source_id] = Joining(address, self.device)
+        return {}
+
+    @answered
+    def refitd_joined(self, source_id: int | str, plan: str = "auto") -> Answer:
+        """`{joined: false}` while the group is incomplete, else `{joined: true, backend, bucket_bytes}`.
+
+        Errors: `collective_failed`, `memory_unavailable`; close the source then.
+        """
+        source = self.refitd_state().joined(source_id, planned=plan != "off")
+        if source is None:
+            return {"joined": False}
+        terms = source.group.terms
+        return {"joined": True, "backend": terms.backend, "bucket_bytes": terms.bucket_bytes}
+
+    @answered
+    def refitd_receive(self, number: int, timeout_seconds: float) -> Answer:
+        """Copies broadcast `number` of the refit under way into the engine, while the next one comes: `{bytes}`.
+
+        Errors: `collective_failed`, after which the source has to be closed.
+        """
+        state = self.refitd_state()
+        refit = state.refit_under_way()
+        source = refit.source
+        assert isinstance(source, CollectiveSource), "the daemon knows the kinds of its sources"
+        if number == 0:
+            state.wait_for_readers()
+            source.begin(refit.announced)
+        buffer, pieces = source.receive(number, timeout_seconds)
+        refit.accept(pieces)
+        state.wrote = True
+        return {"bytes": refit.copy(buffer, pieces)}
 
     # --- in place -----------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -35,6 +36,13 @@ class Segments:
         except BaseException:
             self.close()
             raise
+
+    @classmethod
+    def around(cls, mappings: Sequence[MemoryMapping]) -> Self:
+        """Of memory that is there already."""
+        segments = cls((), torch.device("cpu"))
+        segments._mappings.extend(mappings)
+        return segments
 
     def typed(self, segment: int, dtype: DType) -> torch.Tensor:
         """All whole elements of the segment, one-dimensional; the same object every time."""

@@ -1,0 +1,336 @@
+"""Collective sources: a trainer elsewhere broadcasts its weights into staging buffers of the workers' own.
+
+The group stands beside vLLM's: torch.distributed's default group is never touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import BroadcastOptions
+
+from refit_protocol.broadcast import BroadcastLayout
+from refit_protocol.errors import ErrorCode, ProtocolError
+from refit_protocol.rendezvous import (
+    GREETING,
+    SOURCE_RANK,
+    GroupBackend,
+    GroupTerms,
+    Rendezvous,
+    collective_failed,
+    first_line,
+)
+from refit_protocol.tensors import BucketPiece
+from refitd.worker.buckets import Announcement, BucketSource
+from refitd.worker.sources import Segments
+
+logger = logging.getLogger(__name__)
+
+BUFFERS = 2
+_CONNECT_PAUSE_SECONDS = 0.05
+_FIRST_PAUSE_SECONDS = 0.00005
+_LAST_PAUSE_SECONDS = 0.001
+_LOOK_SECONDS = 0.1
+# NCCL's own watchdog would end the engine's process; every wait here is bounded without it.
+_NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+_NEVER = timedelta(days=1)
+
+_BACKENDS: dict[str, GroupBackend] = {"cpu": "gloo", "cuda": "nccl"}
+
+
+class GroupAddress(msgspec.Struct, frozen=True):
+    """Where the trainer hosts the group and which rank this worker is to be; `timeout_seconds` bounds every wait."""
+
+    address: str
+    port: int
+    world_size: int
+    rank: int
+    timeout_seconds: float
+    max_bucket_bytes: int
+
+
+class BroadcastGroup:
+    """The receiving end of a process group that belongs to nobody else."""
+
+    def __init__(
+        self, group: Any, store: Store, rendezvous: Rendezvous, terms: GroupTerms, timeout_seconds: float
+    ) -> None:
+        self._group = group
+        self._store = store
+        self._rendezvous = rendezvous
+        self._timeout_seconds = timeout_seconds
+        self._lookout: Lookout | None = None
+        self.terms = terms
+
+    def begin(self, fingerprint: str) -> None:
+        """Tells the sender that broadcasts of this layout may come."""
+        self.end()
+        self._lookout = Lookout(self._rendezvous, fingerprint)
+
+    def end(self) -> None:
+        if self._lookout is not None:
+            self._lookout.end()
+            self._lookout = None
+
+    def post(self, target: torch.Tensor) -> Any:
+        """Begins to receive a broadcast, after what the current stream has been given to do so far."""
+        options = BroadcastOptions()
+        options.rootRank = SOURCE_RANK
+        options.timeout = timedelta(seconds=self._timeout_seconds)
+        return self._group.broadcast([target], options)
+
+    def wait(self, work: Any, timeout_seconds: float) -> None:
+        """Until a broadcast has come whole, for this thread and its stream. Raises `collective_failed`."""
+        timeout_seconds = min(timeout_seconds, self._timeout_seconds)
+        give_up_at = time.monotonic() + timeout_seconds
+        pause = _FIRST_PAUSE_SECONDS
+        while not work.is_completed():
+            if time.monotonic() > give_up_at:
+                raise collective_failed(f"the trainer's broadcast did not come within {timeout_seconds:g} s")
+            if self._lookout is not None and self._lookout.error is not None:
+                raise self._lookout.error
+            time.sleep(pause)
+            pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise collective_failed(f"the trainer's broadcast broke off: {first_line(error)}") from None
+        if not work.is_success():
+            raise collective_failed("the trainer's broadcast broke off")
+
+    def close(self) -> None:
+        """Lets go of sockets and threads in the background: what is still under way ends within the timeout."""
+        self.end()
+        held = [self._group, self._store, self._rendezvous]
+        del self._group, self._store, self._rendezvous
+        threading.Thread(target=_drop, args=(held, self.terms.backend), name="refit-group-end", daemon=True).start()
+
+
+class Lookout:
+    """Talks with the group's host during one refit, in a thread of its own: a host that is stopped never answers.
+
+    NCCL does not notice by itself that the other side has given up or is dead.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, fingerprint: str) -> None:
+        self._rendezvous = rendezvous
+        self._fingerprint = fingerprint
+        self._ended = threading.Event()
+        self.error: ProtocolError | None = None
+        threading.Thread(target=self._run, name="refit-group-lookout", daemon=True).start()
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def _run(self) -> None:
+        try:
+            self._rendezvous.say_ready(self._fingerprint)
+            while not self._ended.wait(_LOOK_SECONDS):
+                self._rendezvous.raise_if_failed()
+        except ProtocolError as error:
+            self.error = error
+
+
+class Joining:
+    """A worker on its way into a group, in a thread of its own: the engine generates meanwhile."""
+
+    def __init__(self, where: GroupAddress, device: torch.device) -> None:
+        self._where = where
+        self._device = device
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._group: BroadcastGroup | None = None
+        self._error: ProtocolError | None = None
+        threading.Thread(target=self._run, name="refit-group-join", daemon=True).start()
+
+    def group(self) -> BroadcastGroup | None:
+        """None while the thread is under way. Raises what it failed with."""
+        if self._error is not None:
+            raise self._error
+        return self._group
+
+    def close(self) -> None:
+        """Gives up; a group that is there, or comes late, is dropped."""
+        with self._lock:
+            self._stopped.set()
+            if self._group is not None:
+                self._group.close()
+
+    def _run(self) -> None:
+        try:
+            group = _joined(self._where, self._device, self._stopped)
+        except ProtocolError as error:
+            self._error = error
+        # The boundary of the thread: whoever asks for the group is told.
+        except Exception as error:
+            logger.exception("joining the group failed")
+            self._error = collective_failed(f"the group could not be made: {first_line(error)}")
+        else:
+            with self._lock:
+                self._group = group
+                if self._stopped.is_set():
+                    group.close()
+
+
+@dataclass(frozen=True)
+class OwnBuffer:
+    """Staging memory of this process, in the place of a trainer's that is mapped."""
+
+    data: torch.Tensor
+    written: None = None
+
+    def close(self) -> None:
+        """It goes with its last tensor."""
+
+
+class CollectiveSource(BucketSource):
+    """A bucket source whose buckets come as broadcasts: the next one is under way while one is read."""
+
+    def __init__(self, group: BroadcastGroup, device: torch.device, planned: bool) -> None:
+        size_bytes = group.terms.bucket_bytes
+        self._buffers = [_buffer(size_bytes, device) for _ in range(BUFFERS)]
+        super().__init__(Segments.around([OwnBuffer(buffer) for buffer in self._buffers]), planned)
+        self.group = group
+        self._layout = BroadcastLayout((), size_bytes)
+        self._posted: deque[Any] = deque()
+
+    def begin(self, announced: Announcement) -> None:
+        """Everything announced has been validated: tells the sender, and awaits the first broadcasts."""
+        tensors = tuple(announced.tensors.values())
+        if tensors != self._layout.tensors:
+            self._layout = BroadcastLayout(tensors, self._layout.bucket_bytes)
+        self.group.begin(self._layout.fingerprint)
+        self._post(0)
+
+    def receive(self, number: int, timeout_seconds: float) -> tuple[int, tuple[BucketPiece, ...]]:
+        """Waits for broadcast `number`: the buffer it has come to, to be read before the next call, and what it holds.
+
+        Raises `collective_failed`.
+        """
+        self._post(number + 1)
+        self.group.wait(self._posted.popleft(), timeout_seconds)
+        if not self._posted:
+            self.group.end()
+        return number % BUFFERS, self._layout.buckets[number]
+
+    def close(self) -> None:
+        self._posted.clear()
+        self.group.close()
+        super().close()
+
+    def _post(self, number: int) -> None:
+        if number < len(self._layout):
+            size_bytes = self._layout.broadcast_bytes(number)
+            self._posted.append(self.group.post(self._buffers[number % BUFFERS][:size_bytes]))
+
+
+def _joined(where: GroupAddress, device: torch.device, stopped: threading.Event) -> BroadcastGroup:
+    # gloo's threads inherit this thread's CPUs, and the engine's threads may be bound to one each.
+    os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))
+    give_up_at = time.monotonic() + where.timeout_seconds
+    interface = _reached(where, give_up_at, stopped)
+    timeout = timedelta(seconds=where.timeout_seconds)
+    store = _store(where, timeout)
+    rendezvous = Rendezvous(store, where.rank, stopped)
+    terms = rendezvous.join(where.world_size, give_up_at)
+    _check_terms(terms, where, device, rendezvous)
+    prefixed = PrefixStore("group", store)
+    made = _gloo(prefixed, where, interface, timeout) if terms.backend == "gloo" else _nccl(prefixed, where)
+    group = BroadcastGroup(made, store, rendezvous, terms, where.timeout_seconds)
+    _greet(group, device, give_up_at - time.monotonic())
+    return group
+
+
+def _reached(where: GroupAddress, give_up_at: float, stopped: threading.Event) -> str:
+    """Our own address on the way to the host, once it can be reached. TCPStore itself would log every failed try."""
+    while True:
+        left_seconds = max(0.01, give_up_at - time.monotonic())
+        try:
+            with socket.create_connection((where.address, where.port), timeout=left_seconds) as connection:
+                return str(connection.getsockname()[0])
+        except OSError as error:
+            if time.monotonic() + _CONNECT_PAUSE_SECONDS > give_up_at:
+                reason = f"{where.address} port {where.port} cannot be reached from the engine: {error}"
+                raise collective_failed(reason) from None
+        if stopped.wait(_CONNECT_PAUSE_SECONDS):
+            raise collective_failed("given up before the group's host could be reached")
+
+
+def _store(where: GroupAddress, timeout: timedelta) -> TCPStore:
+    try:
+        return TCPStore(where.address, where.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    except RuntimeError as error:
+        reason = f"what answers at {where.address} port {where.port} is no group of refitd: {first_line(error)}"
+        raise collective_failed(reason) from None
+
+
+def _check_terms(terms: GroupTerms, where: GroupAddress, device: torch.device, rendezvous: Rendezvous) -> None:
+    suitable = _BACKENDS.get(device.type)
+    if terms.backend != suitable:
+        rendezvous.fail(f"the group's backend is {terms.backend}, but an engine on {device.type} needs {suitable}")
+    if terms.bucket_bytes > where.max_bucket_bytes:
+        rendezvous.fail(f"pieces of {terms.bucket_bytes} bytes, at most {where.max_bucket_bytes} are allowed")
+
+
+def _gloo(store: Store, where: GroupAddress, interface: str, timeout: timedelta) -> Any:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # only here can the interface be chosen
+    options._timeout = timeout
+    options._devices = [ProcessGroupGloo.create_device(hostname=interface)]
+    try:
+        return ProcessGroupGloo(store, where.rank, where.world_size, options)
+    except RuntimeError as error:
+        raise collective_failed(f"gloo could not connect the ranks: {first_line(error)}") from None
+
+
+def _nccl(store: Store, where: GroupAddress) -> Any:
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = _NEVER
+    before = {name: os.environ.get(name) for name in _NO_WATCHDOG}
+    os.environ.update(_NO_WATCHDOG)
+    try:
+        return ProcessGroupNCCL(store, where.rank, where.world_size, options)
+    finally:
+        _put_back(before)
+
+
+def _put_back(variables: dict[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+
+
+def _greet(group: BroadcastGroup, device: torch.device, timeout_seconds: float) -> None:
+    """One small broadcast: NCCL connects only now, and both sides see that bytes come through."""
+    received = torch.zeros(len(GREETING), dtype=torch.uint8, device=device)
+    group.wait(group.post(received), timeout_seconds)
+    if bytes(received.cpu().tolist()) != GREETING:
+        raise collective_failed("the first broadcast brought other bytes than were sent")
+
+
+def _buffer(size_bytes: int, device: torch.device) -> torch.Tensor:
+    try:
+        return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        message = f"no room for {BUFFERS} staging buffers of {size_bytes} bytes in the engine: {first_line(error)}"
+        raise ProtocolError(ErrorCode.MEMORY_UNAVAILABLE, message) from None
+
+
+def _drop(held: list[Any], backend: GroupBackend) -> None:
+    if backend == "nccl":
+        held[0].abort()
+    held.clear()

@@ -1,0 +1,142 @@
+"""The commands of a refit by broadcast: everything that the daemon is told, and nothing of the group itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+
+from refit_protocol.errors import ErrorCode
+from refit_protocol.messages import (
+    AbortRefit,
+    BeginRefit,
+    BroadcastReceived,
+    CloseSource,
+    CollectiveJoined,
+    FinishRefit,
+    JoinCollective,
+    PlanMode,
+    ReceiveBroadcast,
+    RefitAborted,
+    RefitBegan,
+    RefitCommitted,
+    RefitReport,
+    SourceClosed,
+)
+from refit_protocol.tensors import TensorShape
+from refit_trainer.connection import Connection
+from refit_trainer.errors import RefitdError
+from refit_trainer.refits import CommitOptions, RefitOptions, split_options
+from refit_trainer.replies import GRACE_SECONDS
+from refit_trainer.writer import WriterRole
+
+_PAUSE_SECONDS = 0.0005
+_REASON_SECONDS = 5.0
+
+
+class BroadcastRefit:
+    """One refit from a collective source, all of it on the event loop."""
+
+    def __init__(self, connection: Connection, epoch: int, source: int, timeout_seconds: float) -> None:
+        self._connection = connection
+        self._epoch = epoch
+        self._source = source
+        self._timeout_seconds = timeout_seconds
+        self._number: int | None = None
+        self._receiving: asyncio.Task[BroadcastReceived] | None = None
+
+    async def begin(self, tensors: Sequence[TensorShape], options: CommitOptions, *, partial: bool) -> None:
+        """Everything is validated and the gate shut when this returns; then the workers await the broadcasts."""
+        command = BeginRefit(epoch=self._epoch, source=self._source, tensors=list(tensors), partial=partial, **options)
+        began = await self._connection.request(command, RefitBegan, timeout_seconds=self._timeout_seconds)
+        self._number = began.refit
+        self._receiving = asyncio.create_task(
+            self._connection.request(
+                ReceiveBroadcast(epoch=self._epoch, refit=began.refit),
+                BroadcastReceived,
+                timeout_seconds=self._timeout_seconds,
+            )
+        )
+
+    async def pause(self) -> None:
+        """A moment of waiting for the group; raises what the daemon has refused meanwhile."""
+        assert self._receiving is not None, "begin() comes first"
+        if self._receiving.done():
+            self._receiving.result()
+        await asyncio.sleep(_PAUSE_SECONDS)
+
+    async def finish(self) -> RefitReport:
+        assert self._receiving is not None, "begin() comes first"
+        assert self._number is not None, "begin() comes first"
+        await self._receiving
+        command = FinishRefit(epoch=self._epoch, refit=self._number)
+        committed = await self._connection.request(command, RefitCommitted, timeout_seconds=self._timeout_seconds)
+        self._number = None
+        return committed.report
+
+    async def reason(self, error: BaseException) -> BaseException:
+        """The daemon's word on it, where the group only broke: that came of what the daemon knows."""
+        if self._receiving is None or not isinstance(error, RefitdError) or error.code != ErrorCode.COLLECTIVE_FAILED:
+            return error
+        await asyncio.wait({self._receiving}, timeout=_REASON_SECONDS)
+        if self._receiving.done() and not self._receiving.cancelled():
+            return self._receiving.exception() or error
+        return error
+
+    async def abort(self) -> None:
+        """Nothing if it was not begun. The daemon's answer does not matter: what went wrong is being raised."""
+        if self._receiving is not None:
+            self._receiving.cancel()
+            await asyncio.gather(self._receiving, return_exceptions=True)
+        if self._number is not None:
+            command = AbortRefit(epoch=self._epoch, refit=self._number)
+            with contextlib.suppress(RefitdError):
+                await self._connection.request(command, RefitAborted, timeout_seconds=self._timeout_seconds)
+
+
+async def join_group(
+    connection: Connection,
+    role: WriterRole,
+    address: str,
+    port: int,
+    world_size: int,
+    first_rank: int,
+    *,
+    plan: PlanMode | None,
+    timeout_seconds: float,
+) -> CollectiveJoined:
+    """The engine's workers join the group that somebody hosts at `address` and `port`; returns when it is complete."""
+    async with role.writing(timeout_seconds + GRACE_SECONDS) as epoch:
+        command = JoinCollective(
+            epoch=epoch,
+            address=address,
+            port=port,
+            world_size=world_size,
+            first_rank=first_rank,
+            timeout_seconds=timeout_seconds,
+            plan=plan,
+        )
+        return await connection.request(command, CollectiveJoined, timeout_seconds=timeout_seconds + GRACE_SECONDS)
+
+
+async def leave_group(connection: Connection, role: WriterRole, source: int, *, timeout_seconds: float) -> None:
+    """Does nothing where the daemon has dropped the source already."""
+    with contextlib.suppress(RefitdError):
+        async with role.writing(timeout_seconds) as epoch:
+            command = CloseSource(epoch=epoch, source=source)
+            await connection.request(command, SourceClosed, timeout_seconds=timeout_seconds)
+
+
+async def refit_by_broadcast(
+    connection: Connection, role: WriterRole, source: int, tensors: Sequence[TensorShape], given: RefitOptions
+) -> RefitReport:
+    """For whoever is not the sender: the broadcasts are another process's."""
+    only, options, timeout_seconds = split_options(given)
+    async with role.writing(timeout_seconds) as epoch:
+        refit = BroadcastRefit(connection, epoch, source, timeout_seconds)
+        try:
+            await refit.begin(tensors, options, partial=only is not None)
+            return await refit.finish()
+        except BaseException:
+            await refit.abort()
+            raise

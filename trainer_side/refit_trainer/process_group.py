@@ -1,0 +1,356 @@
+"""The trainer's end of a collective refit: hosts the group that engine workers join, and broadcasts into it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Self
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import BroadcastOptions, ProcessGroup
+
+from refit_protocol.broadcast import BroadcastLayout
+from refit_protocol.errors import ErrorCode, ProtocolError
+from refit_protocol.rendezvous import (
+    GREETING,
+    SOURCE_RANK,
+    GroupBackend,
+    GroupTerms,
+    Rendezvous,
+    collective_failed,
+    first_line,
+)
+from refit_protocol.tensors import TensorShape
+from refit_trainer.errors import ClientClosed, LayoutMismatch, NotShareable, RefitdError
+from refit_trainer.layouts import NamedTensor, layout_of
+from refit_trainer.packing import pack_stream
+from refit_trainer.staging import Weights
+
+BUCKET_BYTES = 64 << 20
+TIMEOUT_SECONDS = 60.0
+
+_BUFFERS = 2
+_CLOSE_SECONDS = 2.0
+_PAUSE_SECONDS = 0.0002
+# NCCL's own watchdog would end the trainer's process; every wait here is bounded without it.
+_NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+_NEVER = timedelta(days=1)
+
+_BACKENDS: dict[str, GroupBackend] = {"cpu": "gloo", "cuda": "nccl"}
+
+
+class Listener:
+    """A port on `address`, held from before anybody is told of it; port 0 takes a free one."""
+
+    def __init__(self, address: str, port: int) -> None:
+        if isinstance(address, ProcessGroup):
+            raise NotShareable(
+                "a plain process group cannot be used: engine workers are no members of it; leave the group out, "
+                "Daemon.collective() makes one of this process and the engine's workers"
+            )
+        try:
+            family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+            self._socket = socket.create_server((address, port), family=family)
+        except OSError as error:
+            reason = f"cannot listen on {address} port {port}: {error}"
+            raise RefitdError(reason, code=ErrorCode.COLLECTIVE_FAILED) from None
+        self.address = address
+        self.port = int(self._socket.getsockname()[1])
+
+    def store(self, timeout_seconds: float) -> TCPStore:
+        """To be called once: the port belongs to the store then, and goes with it."""
+        return TCPStore(
+            self.address,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_seconds),
+            master_listen_fd=self._socket.detach(),
+        )
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class BroadcastGroup:
+    """A process group of trainer and engine workers, apart from torch.distributed's default group.
+
+    Rank 0 hosts it and broadcasts. Whatever goes wrong in a broadcast breaks the group: close it and make another.
+    """
+
+    def __init__(self, group: Any, store: Store, rendezvous: Rendezvous, terms: GroupTerms, timeout_seconds: float):
+        self._group = group
+        self._store = store
+        self._rendezvous = rendezvous
+        self._timeout_seconds = timeout_seconds
+        self._buffers: list[torch.Tensor] = []
+        self.terms = terms
+        self.closed = False
+
+    @classmethod
+    def host(
+        cls,
+        address: str,
+        port: int,
+        world_size: int,
+        *,
+        device: torch.device | str = "cpu",
+        bucket_bytes: int = BUCKET_BYTES,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> Self:
+        """Rank 0 of a group whose other members are told of it elsewhere, as by `GenerationWorker`; waits for them.
+
+        `address` is this machine's own, as the others reach it. `timeout_seconds` bounds this and every later wait.
+        Raises `RefitdError` with code `collective_failed`.
+        """
+        listener = Listener(address, port)
+        return cls.hosted(listener, world_size, torch.device(device), bucket_bytes, timeout_seconds, threading.Event())
+
+    @classmethod
+    def hosted(
+        cls,
+        listener: Listener,
+        world_size: int,
+        device: torch.device,
+        bucket_bytes: int,
+        timeout_seconds: float,
+        stopped: threading.Event,
+    ) -> Self:
+        """The same on a port that is held already, until `stopped`."""
+        terms = GroupTerms(world_size=world_size, backend=_backend(device), bucket_bytes=bucket_bytes)
+        with _typed():
+            terms.check()
+            store = listener.store(timeout_seconds)
+            rendezvous = Rendezvous(store, SOURCE_RANK, stopped)
+            rendezvous.open(terms)
+            rendezvous.join(world_size, time.monotonic() + timeout_seconds)
+            return cls._formed(store, rendezvous, SOURCE_RANK, terms, device, listener.address, timeout_seconds)
+
+    @classmethod
+    def join(
+        cls,
+        address: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        *,
+        device: torch.device | str = "cpu",
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> Self:
+        """Another trainer rank than the host's. It has to `attend` every broadcast."""
+        with _typed():
+            give_up_at = time.monotonic() + timeout_seconds
+            try:
+                store = TCPStore(
+                    address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_seconds)
+                )
+            except RuntimeError as error:
+                raise collective_failed(f"no group at {address} port {port}: {first_line(error)}") from None
+            rendezvous = Rendezvous(store, rank)
+            terms = rendezvous.join(world_size, give_up_at)
+            interface = local_address(address, port)
+            return cls._formed(store, rendezvous, rank, terms, torch.device(device), interface, timeout_seconds)
+
+    @classmethod
+    def _formed(
+        cls,
+        store: TCPStore,
+        rendezvous: Rendezvous,
+        rank: int,
+        terms: GroupTerms,
+        device: torch.device,
+        interface: str,
+        timeout_seconds: float,
+    ) -> Self:
+        prefixed = PrefixStore("group", store)
+        if terms.backend == "gloo":
+            made = _gloo(prefixed, rank, terms.world_size, interface, timeout_seconds)
+        else:
+            made = _nccl(prefixed, rank, terms.world_size)
+        group = cls(made, store, rendezvous, terms, timeout_seconds)
+        greeting = torch.tensor(list(GREETING), dtype=torch.uint8, device=device)
+        for _ in group._ended(group._post(greeting)):
+            time.sleep(_PAUSE_SECONDS)
+        group._buffers = [torch.empty(terms.bucket_bytes, dtype=torch.uint8, device=device) for _ in range(_BUFFERS)]
+        return group
+
+    def broadcast(self, weights: Weights, specs: Sequence[TensorShape] | None = None) -> None:
+        """Rank 0: sends the weights, once every worker is ready for them; they may change when this returns.
+
+        For trainers that leave the rest to others, such as `GenerationWorker.update_weights_from_collective_async`.
+        """
+        tensors, layout = self.laid_out(weights, specs)
+        for _ in self.sending(self.packed(tensors, layout), layout):
+            time.sleep(_PAUSE_SECONDS)
+
+    def attend(self, specs: Sequence[TensorShape]) -> None:
+        """Any other trainer rank: takes part in a broadcast of these tensors, whose bytes it does not need."""
+        layout = BroadcastLayout(tuple(specs), self.terms.bucket_bytes)
+        with self._breaking(), _typed():
+            self._rendezvous.say_ready(layout.fingerprint)
+            for number in range(len(layout)):
+                work = self._post(self._buffers[0][: layout.broadcast_bytes(number)])
+                for _ in self._ended(work):
+                    time.sleep(_PAUSE_SECONDS)
+
+    def laid_out(
+        self, weights: Weights, specs: Sequence[TensorShape] | None
+    ) -> tuple[Iterator[NamedTensor], BroadcastLayout]:
+        """Raises `LayoutMismatch` for an iterator of which nobody says what it will yield."""
+        if isinstance(weights, Mapping):
+            shapes = tuple(layout_of(weights.items()).values())
+            return iter(weights.items()), BroadcastLayout(shapes, self.terms.bucket_bytes)
+        if specs is None:
+            raise LayoutMismatch(
+                "pass specs= with an iterator: what it yields, in that order, is announced before it starts"
+            )
+        return iter(weights), BroadcastLayout(tuple(specs), self.terms.bucket_bytes)
+
+    def packed(self, tensors: Iterator[NamedTensor], layout: BroadcastLayout) -> Iterator[torch.Tensor]:
+        """Buffers for `sending`, filled in turn on the calling thread and its stream."""
+        self._check_open()
+        return pack_stream(tensors, layout, self._buffers)
+
+    def sending(self, packed: Iterator[torch.Tensor], layout: BroadcastLayout) -> Generator[None]:
+        """Broadcasts what is packed while the next piece is; yields whenever there is nothing to do but wait.
+
+        Raises `RefitdError` with `collective_failed`. Leaving it early, or any error, breaks the group.
+        """
+        with self._breaking(), _typed():
+            receivers = [rank for rank in range(self.terms.world_size) if rank != SOURCE_RANK]
+            self._rendezvous.begin_refit()
+            yield from self._until(lambda: self._rendezvous.all_ready(receivers, layout.fingerprint), "workers ready")
+            posted: deque[Any] = deque()
+            for view in packed:
+                posted.append(self._post(view))
+                if len(posted) == _BUFFERS:
+                    yield from self._ended(posted.popleft())
+            for work in posted:
+                yield from self._ended(work)
+
+    def close(self, reason: str = "the trainer closed the group") -> None:
+        """Lets go of sockets and threads in the background; the workers learn of it. A second time does nothing."""
+        if self.closed:
+            return
+        self.closed = True
+        held = [self._group, self._store]
+        rendezvous = self._rendezvous
+        del self._group, self._store, self._rendezvous
+        self._buffers = []
+        arguments = (held, rendezvous, self.terms.backend, reason)
+        end = threading.Thread(target=_drop, args=arguments, name="refit-group-end", daemon=True)
+        end.start()
+        # Short for a group in order; one whose peer hangs ends within its own timeout, for which nobody waits.
+        end.join(_CLOSE_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _post(self, view: torch.Tensor) -> Any:
+        options = BroadcastOptions()
+        options.rootRank = SOURCE_RANK
+        options.timeout = timedelta(seconds=self._timeout_seconds)
+        return self._group.broadcast([view], options)
+
+    def _ended(self, work: Any) -> Iterator[None]:
+        yield from self._until(work.is_completed, "a broadcast received")
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise collective_failed(f"the broadcast broke off: {first_line(error)}") from None
+        if not work.is_success():
+            raise collective_failed("the broadcast broke off")
+
+    def _until(self, condition: Callable[[], bool], what: str) -> Iterator[None]:
+        give_up_at = time.monotonic() + self._timeout_seconds
+        while not condition():
+            if time.monotonic() > give_up_at:
+                raise collective_failed(f"no {what} within {self._timeout_seconds:g} s")
+            yield
+
+    @contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Members that got out of step cannot go on together."""
+        self._check_open()
+        try:
+            yield
+        except BaseException as error:
+            self.close(f"the trainer gave up: {first_line(error)}")
+            raise
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClientClosed("this group was closed, or broke in an earlier refit: make a new one")
+
+
+def local_address(address: str, port: int) -> str:
+    """This machine's address on the way to another one; nothing is sent."""
+    family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def _backend(device: torch.device) -> GroupBackend:
+    backend = _BACKENDS.get(device.type)
+    if backend is None:
+        raise NotShareable(f"tensors on {device.type} cannot be broadcast, only those on {', '.join(_BACKENDS)}")
+    return backend
+
+
+def _gloo(store: Store, rank: int, world_size: int, interface: str, timeout_seconds: float) -> Any:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # only here can the interface be chosen
+    options._timeout = timedelta(seconds=timeout_seconds)
+    options._devices = [ProcessGroupGloo.create_device(hostname=interface)]
+    try:
+        return ProcessGroupGloo(store, rank, world_size, options)
+    except RuntimeError as error:
+        raise collective_failed(f"gloo could not connect the ranks: {first_line(error)}") from None
+
+
+def _nccl(store: Store, rank: int, world_size: int) -> Any:
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = _NEVER  # of its watchdog
+    before = {name: os.environ.get(name) for name in _NO_WATCHDOG}
+    os.environ.update(_NO_WATCHDOG)
+    try:
+        return ProcessGroupNCCL(store, rank, world_size, options)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _drop(held: list[Any], rendezvous: Rendezvous, backend: GroupBackend, reason: str) -> None:
+    with contextlib.suppress(ProtocolError):
+        rendezvous.fail(reason)
+    if backend == "nccl":
+        held[0].abort()
+    held.clear()
+
+
+@contextmanager
+def _typed() -> Iterator[None]:
+    try:
+        yield
+    except ProtocolError as error:
+        raise RefitdError(
+            error.message, code=error.code, fault=error.fault, retryable=error.retryable, details=error.details
+        ) from None
