@@ -71,7 +71,9 @@ from refitd.sessions import Sessions
 LOAD_EXTENSION_SECONDS = 3600.0
 LAST_REPLIES_SECONDS = 2.0
 # States in which no answer of the engine is expected: it is not there yet, or a refit with its own deadline holds it.
-BUSY_BY_ITSELF = frozenset({EngineState.UNLOADED, EngineState.LOADING, EngineState.REFITTING, EngineState.DEAD})
+BUSY_BY_ITSELF = frozenset(
+    {EngineState.UNLOADED, EngineState.LOADING, EngineState.REFITTING, EngineState.RESTORING, EngineState.DEAD}
+)
 
 log = structlog.get_logger()
 

@@ -32,7 +32,8 @@ from refitd.engine import Engine, WorkerError
 from refitd.gate import Gate
 from refitd.ranks import combine_digests, combine_paths, combine_unplanned
 
-U64_MAX = (1 << 64) - 1
+# Far enough below 2^64 that a version chosen by a trainer never is the last one there can be.
+MAX_CHOSEN_VERSION = (1 << 63) - 1
 # After the last request's end; a client that sends one request after the other is not slowed down.
 SETTLE_AFTER_SECONDS = 0.05
 
@@ -51,9 +52,31 @@ class Ticket:
     partial: bool
     started: float = field(default_factory=time.monotonic)
     shut: float = 0.0
+    _withdrawn: str | None = None
+    _waiting: asyncio.Future[None] | None = None
+
+    async def wait(self, work: Awaitable[None]) -> None:
+        """Waits for `work`, at the longest until the ticket is withdrawn."""
+        self.check()
+        self._waiting = asyncio.ensure_future(work)
+        try:
+            await self._waiting
+        except asyncio.CancelledError:
+            self.check()
+            raise
+        finally:
+            self._waiting = None
+
+    def withdraw(self, why: str) -> None:
+        """The writer is gone: nothing is begun that has not been begun."""
+        self._withdrawn = why
+        if self._waiting is not None:
+            self._waiting.cancel()
 
     def check(self) -> None:
-        """Raises `deadline_exceeded`, to be asked before the first byte is written."""
+        """Raises `refit_failed` or `deadline_exceeded`, to be asked before the first byte is written."""
+        if self._withdrawn is not None:
+            raise WorkerError(ErrorCode.REFIT_FAILED, f"the refit was aborted: {self._withdrawn}", wrote=False)
         if time.monotonic() > self.started + self.deadline_seconds:
             raise WorkerError(
                 ErrorCode.DEADLINE_EXCEEDED,
@@ -115,6 +138,10 @@ class Commit:
         partial: bool,
     ) -> Ticket:
         """Raises what makes a refit impossible from the start: state, version, a partial one on torn weights."""
+        if version is not None and version > MAX_CHOSEN_VERSION:
+            raise ProtocolError(
+                ErrorCode.LIMIT_EXCEEDED, f"version {version} is not below 2^63", limit=MAX_CHOSEN_VERSION
+            )
         wanted = self._gate.version + 1 if version is None else version
         ticket = Ticket(wanted, policy, attest, check_finite, deadline_seconds, partial)
         self._check(ticket)
@@ -128,7 +155,7 @@ class Commit:
         step(SLEEP_TRANSITIONS, self._gate.sleep, _sleep_event(ticket.partial))
         if ticket.partial and state is EngineState.TORN:
             raise ProtocolError(ErrorCode.TORN, "the weights are torn: only a full refit can replace all of them")
-        if not self._gate.version < ticket.version <= U64_MAX:
+        if ticket.version <= self._gate.version:
             raise ProtocolError(
                 ErrorCode.VERSION_NOT_INCREASING,
                 f"version {ticket.version} is not above {self._gate.version}, the one served",
@@ -205,15 +232,22 @@ class Commit:
     async def restore(self) -> None:
         """Torn weights are replaced by the last committed ones; raises `nothing_to_restore`."""
         with self.exclusive("a restore"):
+            if self._config.keep_last == "none":
+                raise ProtocolError(
+                    ErrorCode.NOTHING_TO_RESTORE,
+                    'no weights were kept: set refit.keep_last = "host", or commit a full refit',
+                )
+            self._gate.step(EngineEvent.RESTORE_STARTED)
             await self._restore()
 
     async def _restore(self) -> None:
-        if self._config.keep_last == "none":
-            raise ProtocolError(
-                ErrorCode.NOTHING_TO_RESTORE,
-                'no weights were kept: set refit.keep_last = "host", or commit a full refit',
-            )
-        answers = await self._engine.call_workers("refitd_restore", timeout_seconds=self._config.deadline_seconds)
+        """Requests wait meanwhile; if it fails the weights are torn for good."""
+        try:
+            answers = await self._engine.call_workers("refitd_restore", timeout_seconds=self._config.deadline_seconds)
+        except BaseException:
+            if self._gate.state is not EngineState.DEAD:
+                self._gate.step(EngineEvent.RESTORE_FAILED)
+            raise
         self.digest = combine_digests(answers)
         self.digest_mode = "sampled"
         self._gate.refit_ended(EngineEvent.RESTORED)
@@ -231,7 +265,7 @@ class Commit:
     async def _quiesce(self, ticket: Ticket) -> bool:
         """Deals with requests in flight; returns whether the engine was frozen (an idle one needs not)."""
         if ticket.policy == "finish":
-            await self._gate.until_idle(ticket.remaining_seconds)
+            await ticket.wait(self._gate.until_idle(ticket.remaining_seconds))
         elif ticket.policy == "abort":
             await self.abort_requests(None)
         if self._gate.running:
@@ -256,22 +290,31 @@ class Commit:
         if not wrote:
             self._refused(error, was_torn=was_torn)
             return
-        self._gate.step(EngineEvent.REFIT_TORN)
         self.digest = None
-        self._report_failure(error)
-        await self._recover()
+        await self._recover(error)
         if isinstance(error, ProtocolError):
             error.details["state"] = self._gate.state.value
 
-    async def _recover(self) -> None:
+    async def _recover(self, error: BaseException) -> None:
         """Restores what was kept; without, running requests end: they must not go on with torn weights."""
-        if self._config.keep_last == "host":
-            try:
-                await self.restore()
-                return
-            except ProtocolError as error:
-                log.error("restore failed", reason=error.message)
+        if self._config.keep_last == "none":
+            self._gate.step(EngineEvent.REFIT_TORN)
+            self._report_failure(error)
+        elif await self._put_back(error):
+            return
         await self.abort_requests(ErrorCode.TORN)
+
+    async def _put_back(self, error: BaseException) -> bool:
+        """Whether the weights from before the refit are served again."""
+        self._gate.step(EngineEvent.RESTORE_STARTED)
+        self._report_failure(error)
+        with self.exclusive("a restore"):
+            try:
+                await self._restore()
+            except ProtocolError as failure:
+                log.error("restore failed", reason=failure.message)
+                return False
+        return True
 
     def _report_failure(self, error: BaseException) -> None:
         if isinstance(error, ProtocolError):

@@ -81,6 +81,7 @@ class ServerConfig(Section):
     max_message_bytes: int = Field(default=64 << 20, gt=0)
     max_header_bytes: int = Field(default=16 << 20, gt=0)
     max_bucket_pieces: int = Field(default=1 << 16, gt=0)
+    max_open_segments: int = Field(default=1 << 12, gt=0)
     max_buffered_bytes: int = Field(default=256 << 20, gt=0)
     max_backlog_replies: int = Field(default=1 << 14, gt=0)
     max_backlog_bytes: int = Field(default=256 << 20, gt=0)

@@ -80,6 +80,7 @@ class Refit:
         self._sources: dict[int, Source] = {}
         self._bucket_refit: BucketRefit | None = None
         self._running: set[asyncio.Task[Any]] = set()
+        self._windows: dict[asyncio.Task[Any], tuple[Session, Ticket]] = {}
 
     @property
     def sources(self) -> int:
@@ -105,7 +106,7 @@ class Refit:
 
     async def session_closed(self, session: Session, why: str) -> None:
         """Aborts what the session had begun, unmaps its memory."""
-        await self._let_go(session, why)
+        await self._finish_even_if_cancelled(self._let_go(session, why))
 
     async def settle(self) -> None:
         """Ends a bucket refit that is under way and waits for what writes; afterwards no refit is open."""
@@ -121,6 +122,7 @@ class Refit:
         self.writer.check(call.owner, body.epoch)
         self._commit.refuse_while_busy()
         check_segments(body.segments)
+        self._check_room(len(body.segments))
         _check_peer(call.owner, body)
         if body.kind == "inplace":
             check_source_tensors(body.tensors, body.segments)
@@ -196,9 +198,9 @@ class Refit:
         source.require("inplace")
         ticket = self._ticket(body, partial=body.only is not None)
         if body.hold:
-            yield Answer(await self._finish_even_if_cancelled(self._hold_in_place(source, body, ticket)))
+            yield Answer(await self._in_window(call.owner, ticket, self._hold_in_place(source, body, ticket)))
             return
-        report = await self._finish_even_if_cancelled(self._commit_in_place(source, body, ticket))
+        report = await self._in_window(call.owner, ticket, self._commit_in_place(source, body, ticket))
         yield Answer(RefitCommitted(report=report))
 
     async def _commit_in_place(self, source: Source, body: CommitRefit, ticket: Ticket) -> RefitReport:
@@ -243,7 +245,7 @@ class Refit:
         if source.kind == "inplace":
             source.require("bucket")
         ticket = self._ticket(body, partial=body.partial)
-        refit = await self._finish_even_if_cancelled(self._begin(call.owner, source, body, ticket))
+        refit = await self._in_window(call.owner, ticket, self._begin(call.owner, source, body, ticket))
         yield Answer(RefitBegan(refit=refit.id, version=ticket.version))
 
     async def _begin(self, session: Session, source: Source, body: BeginRefit, ticket: Ticket) -> BucketRefit:
@@ -289,7 +291,9 @@ class Refit:
         if len(body.pieces) > pieces:
             raise ProtocolError(ErrorCode.LIMIT_EXCEEDED, f"{len(body.pieces)} pieces, at most {pieces}", limit=pieces)
         check_pieces(body.pieces, refit.announced, refit.source.bucket_bytes(body.bucket))
-        size_bytes = await self._finish_even_if_cancelled(self._apply(refit, body))
+        # Nothing to write must not count as having written.
+        empty = not any(piece.count for piece in body.pieces)
+        size_bytes = 0 if empty else await self._finish_even_if_cancelled(self._apply(refit, body))
         yield Answer(BucketApplied(refit=refit.id, bucket=body.bucket, size_bytes=size_bytes))
 
     async def _apply(self, refit: BucketRefit, body: ApplyBucket) -> int:
@@ -424,7 +428,7 @@ class Refit:
         self.writer.check(call.owner, body.epoch)
         directory = checkpoint_directory(body.path, self._config)
         ticket = self._ticket(body, partial=False)
-        report = await self._finish_even_if_cancelled(self._reload(str(directory), ticket))
+        report = await self._in_window(call.owner, ticket, self._reload(str(directory), ticket))
         yield Answer(RefitCommitted(report=report))
 
     async def _reload(self, directory: str, ticket: Ticket) -> RefitReport:
@@ -513,6 +517,7 @@ class Refit:
             )
 
     async def _let_go(self, session: Session, why: str) -> None:
+        await self._leave_windows(session, why)
         refit = self._bucket_refit
         if refit is not None and refit.session is session:
             await self._abort(refit, why)
@@ -537,6 +542,17 @@ class Refit:
             partial=partial,
         )
 
+    def _check_room(self, segments: int) -> None:
+        """Every segment of every source takes a mapping in every worker."""
+        limit = self._config.server.max_open_segments
+        held = sum(len(source.segments) for source in self._sources.values())
+        if held + segments > limit:
+            raise ProtocolError(
+                ErrorCode.LIMIT_EXCEEDED,
+                f"{segments} segments beside {held} that are open, at most {limit}: close sources, or lend fewer",
+                limit=limit,
+            )
+
     def _source(self, source_id: int) -> Source:
         source = self._sources.get(source_id)
         if source is None:
@@ -553,6 +569,21 @@ class Refit:
     def _check_current(self, refit: BucketRefit) -> None:
         if self._bucket_refit is not refit:
             raise _unknown_refit(refit.id)
+
+    async def _leave_windows(self, session: Session, why: str) -> None:
+        """What waits is given up, what writes is waited for: the next writer finds nothing under way."""
+        own = {task: ticket for task, (owner, ticket) in self._windows.items() if owner is session}
+        for ticket in own.values():
+            ticket.withdraw(why)
+        if own:
+            await asyncio.wait(own)
+
+    async def _in_window(self, session: Session, ticket: Ticket, work: Awaitable[Any]) -> Any:
+        """As below; what only waits for the window ends when the session lets go of the writer's role."""
+        task = self._run(work)
+        self._windows[task] = (session, ticket)
+        task.add_done_callback(self._windows.pop)
+        return await asyncio.shield(task)
 
     async def _finish_even_if_cancelled(self, work: Awaitable[Any]) -> Any:
         """A client that goes away must not leave the engine between two versions: the work runs to its end."""

@@ -154,8 +154,10 @@ def _check_waiting(body: Generate) -> None:
     if body.max_version_lag is not None and body.max_version_lag < 0:
         raise _invalid(f"max_version_lag is {body.max_version_lag}, at least 0")
     seconds = body.deadline_seconds
-    if seconds is not None and not 0 < seconds < math.inf:
-        raise _invalid(f"deadline_seconds is {seconds}, it must be greater than 0 and finite")
+    if seconds is not None and not math.isfinite(seconds):
+        raise _invalid(f"deadline_seconds is {seconds}, it must be finite")
+    if seconds is not None and seconds <= 0:
+        raise ProtocolError(ErrorCode.DEADLINE_EXCEEDED, f"deadline_seconds is {seconds:g}: none is left")
 
 
 def _check_min_tokens(sampling: Sampling, resolved: ResolvedSampling) -> None:

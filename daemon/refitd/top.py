@@ -18,6 +18,7 @@ from refit_protocol.states import EngineState
 STATE_STYLES = {
     EngineState.READY: "bold green",
     EngineState.REFITTING: "bold cyan",
+    EngineState.RESTORING: "bold cyan",
     EngineState.LOADING: "bold yellow",
     EngineState.UNLOADED: "yellow",
     EngineState.ASLEEP: "blue",

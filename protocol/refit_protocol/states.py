@@ -18,6 +18,7 @@ class EngineState(StrEnum):
     READY = "ready"
     REFITTING = "refitting"
     TORN = "torn"
+    RESTORING = "restoring"
     ASLEEP = "asleep"
     DRAINING = "draining"
     DEAD = "dead"
@@ -30,7 +31,9 @@ class EngineEvent(StrEnum):
     REFIT_COMMITTED = "refit committed"
     REFIT_REFUSED = "refit refused before the first write"
     REFIT_TORN = "refit failed after the first write"
+    RESTORE_STARTED = "restore of the last committed weights started"
     RESTORED = "last committed weights restored"
+    RESTORE_FAILED = "restore failed"
     FELL_ASLEEP = "fell asleep"
     WOKE = "woke"
     DRAIN_STARTED = "drain started"
@@ -47,7 +50,10 @@ ENGINE_TRANSITIONS: dict[tuple[EngineState, EngineEvent], EngineState] = {
     (_S.REFITTING, _E.REFIT_COMMITTED): _S.READY,
     (_S.REFITTING, _E.REFIT_REFUSED): _S.READY,
     (_S.REFITTING, _E.REFIT_TORN): _S.TORN,
-    (_S.TORN, _E.RESTORED): _S.READY,
+    (_S.REFITTING, _E.RESTORE_STARTED): _S.RESTORING,
+    (_S.TORN, _E.RESTORE_STARTED): _S.RESTORING,
+    (_S.RESTORING, _E.RESTORED): _S.READY,
+    (_S.RESTORING, _E.RESTORE_FAILED): _S.TORN,
     (_S.READY, _E.FELL_ASLEEP): _S.ASLEEP,
     (_S.ASLEEP, _E.WOKE): _S.READY,
     (_S.UNLOADED, _E.DRAIN_STARTED): _S.DRAINING,
@@ -58,7 +64,8 @@ ENGINE_TRANSITIONS: dict[tuple[EngineState, EngineEvent], EngineState] = {
     **{(state, _E.DIED): _S.DEAD for state in EngineState},
 }
 
-# Why a request that needs a servable engine is refused, by state; in `ready` and `refitting` (it waits) it is not.
+# Why a request that needs a servable engine is refused, by state; in `ready` it is not, in `refitting` and `restoring`
+# it waits.
 NOT_SERVABLE: dict[EngineState, tuple[ErrorCode, str]] = {
     _S.UNLOADED: (ErrorCode.LOADING, "the model is not loaded yet: send LoadModel"),
     _S.LOADING: (ErrorCode.LOADING, "the model is still loading: ask Status for its progress"),

@@ -16,6 +16,7 @@ from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import AcquireWriter, Failed, Generate, Hello, OpenSource, Sampling, WriterAcquired
 from refit_protocol.tensors import DType, MemfdSegment, SourceTensor
 from refit_trainer import Daemon
+from refitd.config import ServerConfig
 from tests.canary import unharmed
 from tests.daemon_process import DaemonProcess
 from tests.wire import raw_client
@@ -164,3 +165,14 @@ def test_memory_that_cannot_be_opened_is_said(daemon: Daemon, daemon_process: Da
         epoch = client.ask(AcquireWriter(takeover=True), WriterAcquired).epoch
         refused = client.refused(OpenSource(epoch=epoch, kind="bucket", segments=[segment]))
         assert refused.code is ErrorCode.MEMORY_UNAVAILABLE
+
+
+def test_more_segments_than_the_daemon_opens_are_refused(daemon: Daemon, daemon_process: DaemonProcess) -> None:
+    """Each would take a mapping in every worker: the limit is named, and nothing has been opened."""
+    segment = MemfdSegment(pid=os.getpid(), fd=1_000_000, inode=1, size_bytes=4096)
+    limit = ServerConfig().max_open_segments
+    with unharmed(daemon), raw_client(daemon_process.endpoint) as client:
+        client.hello(pid=os.getpid())
+        epoch = client.ask(AcquireWriter(takeover=True), WriterAcquired).epoch
+        refused = client.refused(OpenSource(epoch=epoch, kind="bucket", segments=[segment] * (limit + 1)))
+        assert (refused.code, refused.details["limit"]) == (ErrorCode.LIMIT_EXCEEDED, limit)

@@ -16,9 +16,11 @@ from refit_protocol.messages import (
     BucketApplied,
     CommitRefit,
     Failed,
+    Goodbye,
     OpenSource,
     RefitBegan,
     RefitCommitted,
+    SessionClosed,
     Sleep,
     SleepStateChanged,
     SourceOpened,
@@ -26,11 +28,15 @@ from refit_protocol.messages import (
 )
 from refit_protocol.states import EngineState
 from refit_protocol.tensors import BucketPiece, TensorShape
-from refit_trainer import Daemon
+from refit_trainer import Daemon, RefitdError, Sampling
 from refit_trainer.sharing import SharedModule, shared_module
 from tests.canary import unharmed
+from tests.conftest import PROMPT
 from tests.daemon_process import DaemonProcess
 from tests.wire import RawClient, raw_client
+
+# More than the engine takes at a time, so that they run for a while.
+MANY = 200
 
 
 @pytest.fixture
@@ -100,3 +106,39 @@ def test_an_overrun_deadline_ends_the_refit_and_not_the_engine(
             assert daemon_process.process.poll() is None
     late = writer.refused(CommitRefit(epoch=epoch, source=source, deadline_seconds=0.0))
     assert late.code in (ErrorCode.DEADLINE_EXCEEDED, ErrorCode.UNKNOWN_SOURCE)
+
+
+@pytest.mark.parametrize("how", ["takeover", "goodbye"])
+def test_a_commit_that_waits_for_requests_ends_with_its_writer(
+    daemon: Daemon, daemon_process: DaemonProcess, model: PreTrainedModel, how: str
+) -> None:
+    """The next writer is not told that a refit is in progress, and the requests run on as if there had been none."""
+    with raw_client(daemon_process.endpoint) as before, raw_client(daemon_process.endpoint) as after:
+        before.hello(pid=os.getpid())
+        after.hello(pid=os.getpid())
+        epoch, source = opened(before, model, "inplace")
+        with daemon.stream([PROMPT] * MANY, Sampling(max_tokens=240, ignore_eos=True)) as running:
+            next(running)
+            before.post(CommitRefit(epoch=epoch, source=source, policy="finish"))
+            while daemon.status().state is not EngineState.REFITTING:
+                assert daemon.status().running_requests
+            if how == "goodbye":
+                before.ask(Goodbye(), SessionClosed)
+                before.session = None
+            epoch, source = opened(after, model, "inplace")
+            assert daemon.status().running_requests, "the takeover waited for the requests"
+            committed = after.ask(CommitRefit(epoch=epoch, source=source, policy="keep"), RefitCommitted)
+        outcome = before.receive().body
+        assert isinstance(outcome, Failed)
+        assert outcome.code is (ErrorCode.REFIT_FAILED if how == "takeover" else ErrorCode.CANCELLED)
+        assert daemon.status().version == committed.report.version
+
+
+def test_no_version_can_be_the_last(daemon: Daemon, model: PreTrainedModel) -> None:
+    """A trainer's slip must not end refits for ever: the upper half of the numbers is not for choosing."""
+    with unharmed(daemon):
+        for version in (2**63, 2**64 - 1):
+            with pytest.raises(RefitdError) as refused:
+                daemon.refit(model, version=version)
+            assert refused.value.code is ErrorCode.LIMIT_EXCEEDED
+    assert daemon.refit(model).version < 2**63

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,28 @@ import torch
 from transformers import PreTrainedModel
 
 from refit_protocol.errors import ErrorCode
-from refit_protocol.messages import FinishRefit
+from refit_protocol.messages import (
+    AbortRefit,
+    AcquireWriter,
+    ApplyBucket,
+    BeginRefit,
+    BucketApplied,
+    FinishRefit,
+    OpenSource,
+    RefitAborted,
+    RefitBegan,
+    ReleaseWriter,
+    SourceOpened,
+    WriterAcquired,
+    WriterReleased,
+)
 from refit_protocol.states import EngineState
 from refit_trainer import Daemon, DaemonRestarted, DaemonUnreachable, RefitdError, Sampling
+from refit_trainer.sharing import shared_module
 from tests.canary import sing, unharmed
 from tests.conftest import GREEDY, PROMPT
 from tests.daemon_process import DaemonProcess, running_daemon
-from tests.server.raw_client import raw_client
+from tests.server.raw_client import RawClient, raw_client
 from tests.trainers import SMALL_BUCKET_BYTES, specs_of, start_suicidal_trainer, tensors_of
 
 AFTER_THREE_BUCKETS = 12
@@ -42,7 +58,7 @@ def failing_after(seed: int, count: int) -> Iterator[tuple[str, torch.Tensor]]:
 def wait_for(daemon: Daemon, *states: EngineState) -> EngineState:
     """The first of these states that is seen; every look is a round trip, the test's own timeout bounds it."""
     while (state := daemon.status().state) not in states:
-        assert state in (EngineState.REFITTING, EngineState.TORN)
+        assert state in (EngineState.REFITTING, EngineState.TORN, EngineState.RESTORING)
     return state
 
 
@@ -124,13 +140,32 @@ def test_requests_at_the_gate_of_a_failing_refit_are_answered(
     unprotected: DaemonProcess, model: PreTrainedModel
 ) -> None:
     """Requests that wait while an update fails get its typed error, none waits for ever."""
-    with unprotected.connect() as daemon, unprotected.connect() as other:
+    with unprotected.connect() as daemon:
         daemon.refit(model)
-        outcome: list[object] = []
+        daemon.release_writer()
+        assert outcome_at_the_gate(unprotected) is ErrorCode.TORN
+        daemon.refit(model)
+
+
+def test_requests_at_the_gate_wait_for_the_weights_to_be_put_back(
+    daemon: Daemon, daemon_process: DaemonProcess, model: PreTrainedModel
+) -> None:
+    """Where the last weights were kept the failed update is not theirs to see: they are served by those weights."""
+    version = daemon.refit(model).version
+    expected = daemon.generate_one(PROMPT, GREEDY).token_ids.tolist()
+    daemon.release_writer()
+    assert outcome_at_the_gate(daemon_process) == (version, expected)
+
+
+def outcome_at_the_gate(process: DaemonProcess) -> object:
+    """What a request gets that came in the middle of an update which then fails: version and ids, or the error."""
+    outcome: list[object] = []
+    with process.connect() as other, process.connect(bucket_bytes=SMALL_BUCKET_BYTES) as trainer:
 
         def ask() -> None:
             try:
-                outcome.append(other.generate_one(PROMPT, GREEDY))
+                sample = other.generate_one(PROMPT, GREEDY)
+                outcome.append((sample.version, sample.token_ids.tolist()))
             except RefitdError as error:
                 outcome.append(error.code)
 
@@ -145,13 +180,38 @@ def test_requests_at_the_gate_of_a_failing_refit_are_answered(
                     raise RuntimeError("the trainer's own bug")
                 yield named
 
-        with unprotected.connect(bucket_bytes=SMALL_BUCKET_BYTES) as trainer:
-            daemon.release_writer()
-            with pytest.raises(RuntimeError, match="own bug"):
-                trainer.refit(tensors(), specs=specs_of())
+        with pytest.raises(RuntimeError, match="own bug"):
+            trainer.refit(tensors(), specs=specs_of())
         asking.join(60)
-        assert outcome == [ErrorCode.TORN]
+        trainer.release_writer()
+    [only] = outcome
+    return only
+
+
+def test_a_bucket_without_pieces_writes_nothing(unprotected: DaemonProcess, model: PreTrainedModel) -> None:
+    """Aborted after it, the update has changed nothing, and the weights are served on."""
+    with unprotected.connect() as daemon:
         daemon.refit(model)
+        daemon.release_writer()
+        with unharmed(daemon), open_refit(unprotected.endpoint, model) as (writer, epoch, refit):
+            apply = ApplyBucket(epoch=epoch, refit=refit, bucket=0, pieces=[])
+            assert writer.ask(apply, BucketApplied).size_bytes == 0
+            assert writer.ask(AbortRefit(epoch=epoch, refit=refit), RefitAborted).state is EngineState.READY
+
+
+@contextmanager
+def open_refit(endpoint: str, model: PreTrainedModel) -> Iterator[tuple[RawClient, int, int]]:
+    """A writer, its epoch and a bucket refit for which everything is announced and nothing has come."""
+    shared = shared_module(model)
+    assert shared is not None
+    with raw_client(endpoint) as writer:
+        writer.hello(pid=os.getpid())
+        epoch = writer.ask(AcquireWriter(), WriterAcquired).epoch
+        opened = OpenSource(epoch=epoch, kind="bucket", segments=shared.memory.segments)
+        source = writer.ask(opened, SourceOpened).source
+        begin = BeginRefit(epoch=epoch, source=source, tensors=specs_of())
+        yield writer, epoch, writer.ask(begin, RefitBegan).refit
+        writer.ask(ReleaseWriter(), WriterReleased)
 
 
 def daemon_waits(daemon: Daemon) -> int:

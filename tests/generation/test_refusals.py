@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from refit_protocol.errors import ErrorCode
+from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import Generate, ModelInfo, Sampling, StructuredOutputs
 from refit_trainer import Daemon, RefitdError
 from refitd.engine import EngineInfo
@@ -68,7 +68,6 @@ SAMPLINGS: dict[str, Sampling] = {
 REQUESTS: dict[str, Generate] = {
     "max_version_lag needs": Generate(max_version_lag=1),
     "max_version_lag is -1": Generate(min_version=1, max_version_lag=-1),
-    "deadline_seconds is 0": Generate(deadline_seconds=0.0),
     "deadline_seconds is nan": Generate(deadline_seconds=NAN),
     "priority": Generate(priority=2**31),
 }
@@ -86,6 +85,14 @@ def test_a_request_that_cannot_be_is_refused_by_name(named: str) -> None:
     with pytest.raises(Exception, match=named) as refused:
         resolve(REQUESTS[named], Prompts([[5, 6]]), ENGINE)
     assert refused.value.code is ErrorCode.INVALID_SAMPLING
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0])
+def test_a_deadline_that_is_over_already_says_so(seconds: float) -> None:
+    """As for a refit: it is no mistake in the message, and the same request with more time may work."""
+    with pytest.raises(ProtocolError, match="none is left") as refused:
+        resolve(Generate(deadline_seconds=seconds), Prompts([[5, 6]]), ENGINE)
+    assert refused.value.code is ErrorCode.DEADLINE_EXCEEDED
 
 
 def test_every_extreme_that_can_be_is_let_through() -> None:

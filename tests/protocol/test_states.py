@@ -84,14 +84,15 @@ def test_engine_is_never_ready_straight_after_a_torn_refit() -> None:
     ways = {event for (state, event), after in ENGINE_TRANSITIONS.items() if state is EngineState.TORN and after}
     assert ways == {
         EngineEvent.REFIT_STARTED,
-        EngineEvent.RESTORED,
+        EngineEvent.RESTORE_STARTED,
         EngineEvent.DRAIN_STARTED,
         EngineEvent.DIED,
     }
 
 
 def test_every_state_that_serves_nothing_says_why() -> None:
-    assert set(EngineState) - set(NOT_SERVABLE) == {EngineState.READY, EngineState.REFITTING}
+    waiting = {EngineState.REFITTING, EngineState.RESTORING}
+    assert set(EngineState) - set(NOT_SERVABLE) == {EngineState.READY, *waiting}
 
 
 @given(st.lists(st.sampled_from(list(SessionEvent))))

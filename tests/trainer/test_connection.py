@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -198,6 +199,22 @@ def test_unclosed_client_does_not_keep_the_process(peer: Peer) -> None:
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert ran.stderr == ""
     peer.next(Generate)
+
+
+def test_interrupted_connect_ends_quietly(peer: Peer) -> None:
+    """Ctrl-C while the daemon is silent: the interrupt and nothing else, no task left pending."""
+    peer.answers_hello = False
+    program = f"from refit_trainer import Daemon; Daemon.connect({peer.endpoint!r}, timeout_seconds=60)"
+    trainer = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+    try:
+        peer.wait_for_hellos(1)
+        trainer.send_signal(signal.SIGINT)
+        _, said = trainer.communicate(timeout=60)
+    finally:
+        trainer.kill()
+        trainer.wait()
+    assert said.splitlines()[-1] == "KeyboardInterrupt"
+    assert "Task" not in said
 
 
 # --- requests ---

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from refit_trainer.staging import Weights
 
 _Result = TypeVar("_Result")
+_CLEAN_UP_SECONDS = 2.0
 
 
 class LoopThread:
@@ -74,6 +75,7 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+        self.loop.run_until_complete(_end_tasks())
 
     def _check(self, work: Coroutine[Any, Any, Any]) -> None:
         if self.inherited:
@@ -215,6 +217,17 @@ class Daemon:
         request = self._thread.call(self._daemon.send_generate(command, blobs, mailbox))
         generation = (self._daemon.connection, request, mailbox)
         return Replies(generation, self._thread.loop, convert, deadline_of(command))
+
+
+async def _end_tasks() -> None:
+    """What was interrupted is cleaning up; what does not come to an end is cancelled."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    if not tasks:
+        return
+    _, unfinished = await asyncio.wait(tasks, timeout=_CLEAN_UP_SECONDS)
+    for task in unfinished:
+        task.cancel()
+    await asyncio.gather(*unfinished, return_exceptions=True)
 
 
 async def _connected(endpoint: str | None, timeout_seconds: float, options: ConnectOptions) -> AsyncDaemon:

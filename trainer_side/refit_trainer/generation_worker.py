@@ -30,6 +30,7 @@ _START_SECONDS = 300.0
 _CONNECT_SECONDS = 2.0
 _REFIT_SECONDS = 600.0
 _LOOK_EVERY_SECONDS = 0.02
+_BETWEEN_VERSIONS = (EngineState.REFITTING, EngineState.RESTORING)
 
 
 class GenerationWorker:
@@ -155,7 +156,7 @@ class GenerationWorker:
         the daemon says where the weights are torn, and `RequestTimedOut` where none come.
         """
         give_up_at = time.monotonic() + _REFIT_SECONDS
-        while (status := await self._status()).version <= self._seen_version or status.state is EngineState.REFITTING:
+        while (status := await self._status()).version <= self._seen_version or status.state in _BETWEEN_VERSIONS:
             if status.state in (EngineState.TORN, EngineState.DRAINING, EngineState.DEAD):
                 code, advice = NOT_SERVABLE[status.state]
                 raise RefitdError(advice, code=code)
