@@ -65,6 +65,7 @@ class BootedSystemd:
         assert root is not None, "ask why_not_here first"
         self._cgroup = root / f"refitd-test-{os.getpid()}-{time.monotonic_ns()}"
         self._cgroup.mkdir()
+        self.units = units
         self._lay_out(units)
         script = Path(__file__).with_name("boot-systemd.sh")
         self._console = (units / "console.txt").open("wb")
