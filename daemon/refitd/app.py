@@ -35,6 +35,7 @@ from refit_protocol.messages import (
     Heartbeat,
     Hello,
     JoinCollective,
+    LoadAdapter,
     LoadModel,
     OpenSource,
     ReceiveBroadcast,
@@ -44,12 +45,14 @@ from refit_protocol.messages import (
     RestoreWeights,
     ResumeGeneration,
     Sleep,
+    UnloadAdapter,
     ValidateRefit,
     WakeUp,
 )
 from refit_protocol.states import EngineEvent, EngineState
 from refitd import __version__, orphans, parent_death
 from refitd import log as logging_setup
+from refitd.adapters import Adapters
 from refitd.commit import Commit
 from refitd.config import RELOADABLE, Config, ConfigError, fixed_changes
 from refitd.doctor.devices import read_gpus, visible_uuids
@@ -165,8 +168,9 @@ class App:
         self.sessions = Sessions(config.server, epoch, local=socket_path(config.endpoint) is not None)
         self.commit = Commit(config.refit, self.engine, self.gate)
         self.refit = Refit(config, self.engine, self.gate, self.commit, epoch)
-        self.generation = Generation(config, self.engine, self.gate)
-        self.lifecycle = Lifecycle(self.engine, self.gate, self.commit, self.refit, self.sessions, epoch)
+        self.adapters = Adapters(config, self.engine, self.gate)
+        self.generation = Generation(config, self.engine, self.gate, self.adapters)
+        self.lifecycle = Lifecycle(self.engine, self.gate, self.commit, self.refit, self.sessions, self.adapters, epoch)
         self.metrics = RefitdMetrics()
         self.power = Power(config.refit, self.engine, self.gate, self.commit)
         self.server = self._build_server()
@@ -235,6 +239,8 @@ class App:
                 RestoreWeights: refit.restore,
                 ReloadWeights: refit.reload,
                 LoadModel: lifecycle.load_model,
+                LoadAdapter: self.adapters.load,
+                UnloadAdapter: self.adapters.unload,
                 ResetPrefixCache: lifecycle.reset_prefix_cache,
                 Sleep: self.power.sleep,
                 WakeUp: self.power.wake_up,
@@ -248,6 +254,7 @@ class App:
         self.commit.abort_requests = self._abort_requests
         self.sessions.on_close = [self.generation.session_closed, self.refit.session_closed]
         self.engine.on_death = self._engine_died
+        self.adapters.on_change = self._serve_adapters
         self.lifecycle.on_loaded = [self._model_loaded]
         self.lifecycle.generated_tokens = lambda: self.generation.generated_tokens
         self.gate.on_change = lambda _state: self._say_status()
@@ -258,9 +265,15 @@ class App:
         if self.http is not None:
             await self.http.abort_all(error)
 
-    async def _model_loaded(self, info: EngineInfo) -> None:
+    def _serve_adapters(self) -> None:
         if self.http is not None:
-            await self.http.serve_model(self.engine, info)
+            self.http.serve_adapters(self.adapters.loaded.values())
+
+    async def _model_loaded(self, info: EngineInfo) -> None:
+        await self.adapters.load_configured()
+        if self.http is not None:
+            await self.http.serve_model(self.engine, info, self.adapters.uses)
+        self._serve_adapters()
         metrics = self._config.metrics
         sampler = LoggerMetricsSampler(metrics.sample_interval_seconds, read_vllm_figures, metrics.max_samples)
         sampler.start()

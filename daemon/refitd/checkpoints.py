@@ -1,4 +1,4 @@
-"""Which checkpoint a reload may read: looked at before the engine is asked for anything."""
+"""Which directories clients may have read, and whether a checkpoint lies there: before the engine is asked."""
 
 from __future__ import annotations
 
@@ -11,23 +11,35 @@ from refitd.model_files import model_problem
 
 
 def checkpoint_directory(path: str | None, config: Config) -> Path:
-    """Resolved, with symbolic links followed. Raises `invalid_checkpoint` where it may not or cannot be read."""
-    own = Path(config.model).expanduser()
-    if path is None and not own.is_dir():
+    """The model's own, or the one named. Raises `invalid_checkpoint` where it may not or cannot be loaded."""
+    if path is None and not _own(config).is_dir():
         raise _invalid(f"the model was loaded by its name {config.model}: name the directory of a checkpoint")
-    named = own if path is None else Path(path)
-    if path is not None and not named.is_absolute():
-        raise _invalid(f"{path} is not absolute: the daemon's working directory is not yours")
+    directory = readable_directory(str(_own(config).absolute()) if path is None else path, config)
     try:
-        directory = named.resolve()
-        if not _is_allowed(directory, own.resolve(), config):
-            raise _invalid(f"{directory} is not below any of refit.checkpoint_roots")
         problem = model_problem(directory)
-    except (OSError, ValueError) as error:
-        raise _invalid(f"{named} cannot be read: {error}") from error
+    except OSError as error:
+        raise _invalid(f"{directory} cannot be read: {error.strerror}") from error
     if problem:
         raise _invalid(problem)
     return directory
+
+
+def readable_directory(path: str, config: Config) -> Path:
+    """Resolved, with symbolic links followed. Raises `invalid_checkpoint` for what clients may not have read."""
+    if not Path(path).is_absolute():
+        raise _invalid(f"{path!r} is not absolute: the daemon's working directory is not yours")
+    try:
+        directory = Path(path).resolve()
+        allowed = _is_allowed(directory, _own(config).resolve(), config)
+    except (OSError, ValueError) as error:
+        raise _invalid(f"{path!r} cannot be read: {error}") from error
+    if not allowed:
+        raise _invalid(f"{directory} is not below any of refit.checkpoint_roots")
+    return directory
+
+
+def _own(config: Config) -> Path:
+    return Path(config.model).expanduser()
 
 
 def _is_allowed(directory: Path, own: Path, config: Config) -> bool:

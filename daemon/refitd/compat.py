@@ -22,6 +22,7 @@ import vllm
 import vllm.exceptions
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -30,6 +31,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import IterationStats
 
 from refit_protocol.messages import ModelInfo, Sampling, StructuredOutputs
+from refitd.engine import Adapter
 
 VLLM_VERSION: str = vllm.__version__
 # From 0.30 on vLLM's refusals of a request are no ValueErrors any more.
@@ -133,7 +135,9 @@ class StampedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not checked
 
         self.engine_core.add_request_async = counted
 
-    def prepare(self, token_ids: list[int], params: SamplingParams, *, priority: int) -> EngineCoreRequest:
+    def prepare(
+        self, token_ids: list[int], params: SamplingParams, *, priority: int, adapter: Adapter | None
+    ) -> EngineCoreRequest:
         """Validates with vLLM's own input processor; the request has no id of its own yet: see `numbered`."""
         return self.input_processor.process_inputs(
             "prepared",
@@ -141,6 +145,7 @@ class StampedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not checked
             params,
             supported_tasks=self._tasks,
             priority=priority,
+            lora_request=None if adapter is None else lora_request(adapter),
         )
 
     async def call_workers(self, method: str, args: tuple[Any, ...]) -> list[Any]:
@@ -249,6 +254,11 @@ def lock_input_socket(client: Any) -> None:
 
     client._send_input = guarded(client._send_input)
     client._send_input_message = guarded(client._send_input_message)
+
+
+def lora_request(adapter: Adapter) -> LoRARequest:
+    """Its name and path are part of the prefix cache's keys, so no adapter finds KV that another one made."""
+    return LoRARequest(adapter.name, adapter.id, str(adapter.directory))
 
 
 def model_info(llm: AsyncLLM, name: str) -> ModelInfo:

@@ -7,7 +7,7 @@ which HTTP request they work for by a context variable: vLLM calls them in the t
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +18,10 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import ModelInfo
-from refitd.compat import StampedLLM
+from refitd.adapters import AdapterUses
+from refitd.compat import StampedLLM, lora_request
 from refitd.config import HttpConfig
+from refitd.engine import Adapter
 from refitd.exact_chat import ExactPrompt, Messages, Vocabulary, exact_prompt
 from refitd.gate import Gate
 from refitd.http_call import HttpCall, current_call
@@ -40,13 +42,21 @@ except ImportError:  # earlier releases, 0.26 for one
 class OpenAIEndpoint:
     """vLLM's app around a loaded engine. `app` is what the HTTP door opens to."""
 
-    def __init__(self, llm: StampedLLM, model: ModelInfo, config: HttpConfig, gate: Gate, logprobs_mode: str) -> None:
+    def __init__(
+        self,
+        llm: StampedLLM,
+        model: ModelInfo,
+        config: HttpConfig,
+        gate: Gate,
+        logprobs_mode: str,
+        adapters: AdapterUses,
+    ) -> None:
         self._llm = llm
         self._model = model
         self._config = config
         self._gate = gate
         self._logprobs_mode = logprobs_mode
-        self._requests = HttpRequests(llm, gate)
+        self._requests = HttpRequests(llm, gate, adapters)
         self.on_prefix: Callable[[str], None] = lambda _outcome: None
         self.app = FastAPI()
 
@@ -68,6 +78,12 @@ class OpenAIEndpoint:
     async def abort_all(self, error: ErrorCode | None) -> None:
         """Ends all running requests: with what they have, or with `error`."""
         await self._requests.abort_all(error)
+
+    def serve_adapters(self, adapters: Iterable[Adapter]) -> None:
+        """From now on these are models of their own, by name."""
+        served = self.app.state.openai_serving_models.lora_requests
+        served.clear()
+        served.update({adapter.name: lora_request(adapter) for adapter in adapters})
 
     def _take_over(self, state: Any) -> None:
         chat, completion, tokenization = (

@@ -107,6 +107,15 @@ class RefitConfig(Section):
     max_broadcast_bytes: int = Field(default=1 << 30, gt=0)
 
 
+class LoraConfig(Section):
+    """LoRA adapters that requests may name. `adapters`: those loaded from the start, by name."""
+
+    enabled: bool = False
+    max_adapters: int = Field(default=4, gt=0)
+    max_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 16
+    adapters: dict[str, Path] = {}
+
+
 class GenerationConfig(Section):
     """Limits of generation. `deadline_seconds` bounds requests that name none."""
 
@@ -165,6 +174,7 @@ class Config(BaseSettings):
     server: ServerConfig = ServerConfig()
     refit: RefitConfig = RefitConfig()
     generation: GenerationConfig = GenerationConfig()
+    lora: LoraConfig = LoraConfig()
     http: HttpConfig = HttpConfig()
     shutdown: ShutdownConfig = ShutdownConfig()
     log: LogConfig = LogConfig()
@@ -174,6 +184,14 @@ class Config(BaseSettings):
     def _http_needs_a_tokenizer(self) -> Config:
         if self.http.enabled and not self.engine.tokenizer:
             raise ValueError("http.enabled needs engine.tokenizer")
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_need_lora(self) -> Self:
+        if self.lora.adapters and not self.lora.enabled:
+            raise ValueError("lora.adapters needs lora.enabled")
+        if len(self.lora.adapters) > self.lora.max_adapters:
+            raise ValueError(f"lora.adapters names {len(self.lora.adapters)}, lora.max_adapters allows fewer")
         return self
 
     @model_validator(mode="after")

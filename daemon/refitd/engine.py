@@ -10,13 +10,14 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import structlog
 
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import ManifestTensor, ModelInfo, Sampling
-from refitd.config import Config, ConfigError
+from refitd.config import Config, ConfigError, LoraConfig
 from refitd.lines import LineClosedError, Lines, encoded, open_lines
 from refitd.ranks import combine_manifests
 
@@ -69,6 +70,15 @@ class Detokenizer(Protocol):
 
 # A request in vLLM's form; nobody but `compat` looks into it.
 PreparedRequest: TypeAlias = Any
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter that the workers hold; each load has an `id` and a directory of its own."""
+
+    name: str
+    id: int
+    directory: Path
 
 
 class WorkerError(ProtocolError):
@@ -275,13 +285,14 @@ class Engine:
         max_tokens: int,
         stop_token_ids: list[int],
         priority: int,
+        adapter: Adapter | None = None,
     ) -> PreparedRequest:
         """A prompt in vLLM's form, to be submitted once per output. Raises `invalid_sampling` with vLLM's reason."""
         from refitd import compat
 
         try:
             params = compat.vllm_sampling_params(sampling, max_tokens=max_tokens, stop_token_ids=stop_token_ids)
-            return self.llm.prepare(token_ids, params, priority=priority)
+            return self.llm.prepare(token_ids, params, priority=priority, adapter=adapter)
         except compat.REFUSALS as error:
             raise ProtocolError(ErrorCode.INVALID_SAMPLING, str(error)) from None
 
@@ -319,6 +330,30 @@ class Engine:
         if tokenizer is None:
             raise ProtocolError(ErrorCode.UNSUPPORTED, "the engine has no tokenizer: send token ids")
         return list(tokenizer.encode(text))
+
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        """Raises `invalid_adapter` with vLLM's reason; no worker holds it then."""
+        seconds = self._config.refit.deadline_seconds
+        described = adapter.name, adapter.id, str(adapter.directory)
+        try:
+            answers = await self.call_workers("refitd_load_adapter", *described, timeout_seconds=seconds)
+            # With pipeline parallelism each worker has a part of the model.
+            unused = set[str].intersection(*(set(answer["unused"]) for answer in answers))
+            if unused:
+                raise ProtocolError(
+                    ErrorCode.INVALID_ADAPTER,
+                    f"adapter {adapter.name!r} is for modules that this model does not have: {sorted(unused)[0]}",
+                    modules=sorted(unused)[:100],
+                )
+        except ProtocolError:
+            await self.unload_adapter(adapter)
+            raise
+
+    async def unload_adapter(self, adapter: Adapter) -> None:
+        seconds = self._config.refit.deadline_seconds
+        await self.call_workers("refitd_unload_adapter", adapter.id, timeout_seconds=seconds)
 
     # --- between two versions -----------------------------------------------------------------------------------------
 
@@ -440,9 +475,16 @@ def engine_arguments(config: Config) -> dict[str, Any]:
         "scheduling_policy": engine.scheduling_policy,
         "worker_extension_cls": WORKER_EXTENSION,
         "enable_log_requests": False,
+        **_lora_arguments(config.lora),
         **{name: value for name, value in optional.items() if value is not None},
         **engine.extra,
     }
+
+
+def _lora_arguments(lora: LoraConfig) -> dict[str, Any]:
+    if not lora.enabled:
+        return {}
+    return {"enable_lora": True, "max_loras": lora.max_adapters, "max_lora_rank": lora.max_rank}
 
 
 def _raise_worker_error(answers: Sequence[Mapping[str, Any]], writes: bool) -> None:

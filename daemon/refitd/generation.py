@@ -23,6 +23,7 @@ from refit_protocol.messages import (
     ResumeGeneration,
     TokensGenerated,
 )
+from refitd.adapters import Adapters
 from refitd.config import Config
 from refitd.deltas import deltas_message
 from refitd.engine import Engine, PreparedRequest, StepOutput
@@ -40,10 +41,11 @@ Send = Callable[[bytes, int, Answer], None]
 class Generation:
     """All running and all unacknowledged requests. Belongs to the event loop's thread."""
 
-    def __init__(self, config: Config, engine: Engine, gate: Gate) -> None:
+    def __init__(self, config: Config, engine: Engine, gate: Gate, adapters: Adapters) -> None:
         self._config = config
         self._engine = engine
         self._gate = gate
+        self._adapters = adapters
         self._keys = itertools.count(1)
         self._outputs: dict[str, Output] = {}
         self._jobs: dict[Session, dict[int, Job]] = {}
@@ -63,18 +65,19 @@ class Generation:
         """Streams tokens to the session's connection; the last reply is `GenerationFinished`."""
         assert isinstance(call.body, Generate)
         job = self._accept(call, call.body)
-        try:
-            if call.body.stream:
-                yield Answer(job.started(), last=False)
-            await self._submit_all(job)
-            job.submitted()
-            await self._until_done(job)
-        except BaseException:
-            await self._discard(job)
-            raise
-        finally:
-            job.ended()
-            self.on_finished(job)
+        with self._adapters.uses.held(None if job.adapter is None else job.adapter.id):
+            try:
+                if call.body.stream:
+                    yield Answer(job.started(), last=False)
+                await self._submit_all(job)
+                job.submitted()
+                await self._until_done(job)
+            except BaseException:
+                await self._discard(job)
+                raise
+            finally:
+                job.ended()
+                self.on_finished(job)
         yield self._finished(job)
 
     def cancel(self, call: Call) -> Answer:
@@ -182,9 +185,10 @@ class Generation:
                 ErrorCode.TOO_MANY_REQUESTS, f"{kept_bytes} bytes of results wait for AcknowledgeGeneration"
             )
         prompts = read_prompts(body, call.blobs, info.model, self._config.server, self._engine.tokenize)
+        adapter = self._adapters.find(body.lora)
         resolved = resolve(body, prompts, info)
         self._check_capacity(len(prompts) * body.sampling.n)
-        job = Job(call.owner, call.id, body, prompts, resolved)
+        job = Job(call.owner, call.id, body, prompts, resolved, adapter)
         # What vLLM would refuse it refuses for the first prompt, before the client hears that it has started.
         self._prepared(job, 0)
         jobs[call.id] = job
@@ -199,6 +203,7 @@ class Generation:
                 max_tokens=job.resolved.max_tokens[prompt],
                 stop_token_ids=job.resolved.stop_token_ids,
                 priority=job.body.priority,
+                adapter=job.adapter,
             )
         return job.prepared[prompt]
 

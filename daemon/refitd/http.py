@@ -10,7 +10,7 @@ import asyncio
 import re
 import secrets
 import socket
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -22,8 +22,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from refit_protocol.errors import ErrorCode, ProtocolError
+from refitd.adapters import AdapterUses
 from refitd.config import HttpConfig
-from refitd.engine import Engine, EngineInfo, StartupError
+from refitd.engine import Adapter, Engine, EngineInfo, StartupError
 from refitd.gate import Gate
 from refitd.http_errors import error_response
 
@@ -124,11 +125,11 @@ class HttpServer:
         await self._server.is_up.wait()
         log.info("http", url=self.base_url)
 
-    async def serve_model(self, engine: Engine, info: EngineInfo) -> None:
+    async def serve_model(self, engine: Engine, info: EngineInfo, adapters: AdapterUses) -> None:
         """The model is loaded: vLLM's app answers. Raises `StartupError` for a parser or template that vLLM refuses."""
         from refitd.compat_openai import OpenAIEndpoint
 
-        endpoint = OpenAIEndpoint(engine.llm, info.model, self._config, self._gate, info.logprobs_mode)
+        endpoint = OpenAIEndpoint(engine.llm, info.model, self._config, self._gate, info.logprobs_mode, adapters)
         try:
             await endpoint.build()
         except (KeyError, TypeError, ValueError) as error:
@@ -136,6 +137,11 @@ class HttpServer:
         endpoint.on_prefix = lambda outcome: self._prefixes.labels(outcome).inc()
         self._endpoint = endpoint
         self.open(endpoint.app)
+
+    def serve_adapters(self, adapters: Iterable[Adapter]) -> None:
+        """Each is a model of its own, by name; to be told again after every change."""
+        if self._endpoint is not None:
+            self._endpoint.serve_adapters(adapters)
 
     def open(self, app: ASGIApp) -> None:
         self._door.app = app

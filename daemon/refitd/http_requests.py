@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from refit_protocol.errors import ErrorCode, ProtocolError
+from refitd.adapters import AdapterUses
 from refitd.engine import StepOutput
 from refitd.gate import Gate
 from refitd.http_call import HttpCall, current_call
@@ -32,8 +33,9 @@ class _Sequence:
 class HttpRequests:
     """The app's requests inside of the engine: through the gate, salted and stamped with the version, out when told."""
 
-    def __init__(self, llm: StampedLLM, gate: Gate) -> None:
+    def __init__(self, llm: StampedLLM, gate: Gate, adapters: AdapterUses) -> None:
         self._llm = llm
+        self._adapters = adapters
         self._gate = gate
         self._running: dict[str, _Sequence] = {}
         self._add = llm.engine_core.add_request_async
@@ -52,18 +54,20 @@ class HttpRequests:
     async def _generate(
         self, call: HttpCall, first: int, prompt: Any, sampling_params: Any, request_id: str, options: Mapping[str, Any]
     ) -> AsyncIterator[Any]:
-        await self._gate.admit(call.min_version, call.wait_seconds)
-        self._gate.enter()
-        _adding.set((call.trace, first))
-        try:
-            async with aclosing(self._llm.generate(prompt, sampling_params, request_id, **options)) as outputs:
-                async for output in outputs:
-                    if call.trace.failure is not None:
-                        raise call.trace.failure
-                    yield output
-        finally:
-            self._forget(call.trace, range(first, first + sampling_params.n))
-            self._gate.leave()
+        lora = options.get("lora_request")
+        with self._adapters.held(None if lora is None else lora.lora_int_id):
+            await self._gate.admit(call.min_version, call.wait_seconds)
+            self._gate.enter()
+            _adding.set((call.trace, first))
+            try:
+                async with aclosing(self._llm.generate(prompt, sampling_params, request_id, **options)) as outputs:
+                    async for output in outputs:
+                        if call.trace.failure is not None:
+                            raise call.trace.failure
+                        yield output
+            finally:
+                self._forget(call.trace, range(first, first + sampling_params.n))
+                self._gate.leave()
 
     async def abort_all(self, error: ErrorCode | None) -> None:
         running = dict(self._running)

@@ -26,6 +26,7 @@ from refit_protocol.messages import (
 )
 from refit_protocol.states import ASLEEP, EngineEvent
 from refitd import __version__
+from refitd.adapters import Adapters
 from refitd.commit import Commit
 from refitd.engine import Engine, EngineInfo
 from refitd.gate import Gate
@@ -40,8 +41,16 @@ class Lifecycle:
     """Answers what the engine is doing and changes it. Belongs to the event loop's thread."""
 
     def __init__(
-        self, engine: Engine, gate: Gate, commit: Commit, refit: Refit, sessions: Sessions, epoch: int
+        self,
+        engine: Engine,
+        gate: Gate,
+        commit: Commit,
+        refit: Refit,
+        sessions: Sessions,
+        adapters: Adapters,
+        epoch: int,
     ) -> None:
+        self._adapters = adapters
         self._engine = engine
         self._gate = gate
         self._commit = commit
@@ -113,6 +122,7 @@ class Lifecycle:
             http_url=self.http_url,
             vllm_version=None if info is None else info.vllm_version,
             devices=[] if info is None else info.devices,
+            adapters=sorted(self._adapters.loaded),
         )
 
     def manifest(self, call: Call) -> Answer:

@@ -22,7 +22,7 @@ from refitd.prompts import Prompts
 from refitd.sessions import Session
 
 if TYPE_CHECKING:
-    from refitd.engine import Detokenizer, PreparedRequest, StepLogprobs, StepOutput
+    from refitd.engine import Adapter, Detokenizer, PreparedRequest, StepLogprobs, StepOutput
 
 # vLLM's reasons by ours; `str()` of its enum is the name.
 FINISH_REASONS: dict[str, FinishReason] = {
@@ -203,7 +203,13 @@ class Job:
     """One `Generate`: its outputs, until the client has acknowledged them."""
 
     def __init__(
-        self, session: Session, request: int, body: Generate, prompts: Prompts, resolved: ResolvedSampling
+        self,
+        session: Session,
+        request: int,
+        body: Generate,
+        prompts: Prompts,
+        resolved: ResolvedSampling,
+        adapter: Adapter | None = None,
     ) -> None:
         self.session = session
         self.request = request
@@ -211,6 +217,7 @@ class Job:
         self.stream = body.stream
         self.prompts = prompts
         self.resolved = resolved
+        self.adapter = adapter
         self.prepared: dict[int, PreparedRequest] = {}
         self.done = asyncio.Event()
         self._received = time.monotonic()

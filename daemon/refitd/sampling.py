@@ -50,12 +50,13 @@ def resolve(body: Generate, prompts: Prompts, info: EngineInfo) -> ResolvedSampl
     _check_structured(body.sampling.structured)
     _check_abilities(body, info)
     _check_waiting(body)
-    resolved = _resolved(body.sampling, prompts, info)
+    resolved = _resolved(body, prompts, info)
     _check_min_tokens(body.sampling, resolved)
     return resolved
 
 
-def _resolved(sampling: Sampling, prompts: Prompts, info: EngineInfo) -> ResolvedSampling:
+def _resolved(body: Generate, prompts: Prompts, info: EngineInfo) -> ResolvedSampling:
+    sampling = body.sampling
     asked = sampling.max_tokens
     room = [info.model.max_model_len - length for length in prompts.lengths]
     stop = set(sampling.stop_token_ids)
@@ -66,6 +67,7 @@ def _resolved(sampling: Sampling, prompts: Prompts, info: EngineInfo) -> Resolve
         clamped=[asked is not None and asked > left for left in room],
         stop_token_ids=sorted(stop),
         logprobs_mode=info.logprobs_mode,
+        lora=body.lora,
     )
 
 
@@ -131,10 +133,6 @@ def _check_structured(structured: StructuredOutputs | None) -> None:
 
 
 def _check_abilities(body: Generate, info: EngineInfo) -> None:
-    if body.lora is not None:
-        raise ProtocolError(
-            ErrorCode.UNSUPPORTED, f"LoRA adapter {body.lora!r} is not loaded: this daemon serves the base model only"
-        )
     if body.routed_experts and not info.routed_experts:
         raise ProtocolError(
             ErrorCode.UNSUPPORTED,

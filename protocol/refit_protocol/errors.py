@@ -43,6 +43,8 @@ class ErrorCode(StrEnum):
     NOTHING_TO_RESTORE = "nothing_to_restore"
     COLLECTIVE_FAILED = "collective_failed"
     # generation
+    INVALID_ADAPTER = "invalid_adapter"
+    UNKNOWN_ADAPTER = "unknown_adapter"
     INVALID_PROMPT = "invalid_prompt"
     INVALID_SAMPLING = "invalid_sampling"
     VERSION_UNAVAILABLE = "version_unavailable"
@@ -104,6 +106,8 @@ ERROR_RULES: dict[ErrorCode, ErrorRule] = {
     ErrorCode.INVALID_CHECKPOINT: _CLIENT,
     ErrorCode.NOTHING_TO_RESTORE: _CLIENT,
     ErrorCode.COLLECTIVE_FAILED: _CLIENT_LATER,
+    ErrorCode.INVALID_ADAPTER: _CLIENT,
+    ErrorCode.UNKNOWN_ADAPTER: _CLIENT,
     ErrorCode.INVALID_PROMPT: _CLIENT,
     ErrorCode.INVALID_SAMPLING: _CLIENT,
     ErrorCode.VERSION_UNAVAILABLE: _CLIENT_LATER,

@@ -171,6 +171,7 @@ class Status(Fact, frozen=True, kw_only=True):
     http_url: str | None = None
     vllm_version: str | None = None
     devices: list[str] = []
+    adapters: list[str] = []
 
 
 class GetManifest(Command, frozen=True, kw_only=True):
@@ -528,12 +529,13 @@ class Generate(Command, frozen=True, kw_only=True):
 
 
 class ResolvedSampling(Detail, frozen=True, kw_only=True):
-    """What the engine really used: `max_tokens` per prompt, the whole stop set, the meaning of logprobs."""
+    """What the engine really uses: `max_tokens` per prompt, the whole stop set, the meaning of logprobs, the LoRA."""
 
     max_tokens: list[int]
     clamped: list[bool]
     stop_token_ids: list[int]
     logprobs_mode: str
+    lora: str | None = None
 
 
 class GenerationStarted(Fact, frozen=True, kw_only=True):
@@ -653,6 +655,27 @@ class ModelLoaded(Fact, frozen=True, kw_only=True):
     load_seconds: float
 
 
+class LoadAdapter(Command, frozen=True, kw_only=True):
+    """Makes a LoRA adapter known as `name`, instead of one that has the name; `path` is on the daemon's machine."""
+
+    name: str
+    path: str
+
+
+class AdapterLoaded(Fact, frozen=True, kw_only=True):
+    name: str
+
+
+class UnloadAdapter(Command, frozen=True, kw_only=True):
+    """No new request may name it; those under way go on with it."""
+
+    name: str
+
+
+class AdapterUnloaded(Fact, frozen=True, kw_only=True):
+    name: str
+
+
 class ResetPrefixCache(Command, frozen=True, kw_only=True):
     pass
 
@@ -727,6 +750,8 @@ Request = (
     | ResumeGeneration
     | AcknowledgeGeneration
     | LoadModel
+    | LoadAdapter
+    | UnloadAdapter
     | ResetPrefixCache
     | Sleep
     | WakeUp
@@ -760,6 +785,8 @@ Reply = (
     | GenerationResumed
     | GenerationForgotten
     | ModelLoaded
+    | AdapterLoaded
+    | AdapterUnloaded
     | PrefixCacheReset
     | SleepStateChanged
     | Failed

@@ -107,7 +107,7 @@ def test_every_extreme_that_can_be_is_let_through() -> None:
 @pytest.mark.parametrize(
     ("options", "code", "named"),
     [
-        ({"lora": "kind"}, ErrorCode.UNSUPPORTED, "'kind' is not loaded"),
+        ({"lora": "kind"}, ErrorCode.UNSUPPORTED, "lora.enabled"),
         ({"routed_experts": True}, ErrorCode.UNSUPPORTED, "mixture-of-experts"),
         (
             {"sampling": Sampling(structured=StructuredOutputs(regex="(["))},

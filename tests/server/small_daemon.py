@@ -37,6 +37,7 @@ from refit_protocol.messages import (
 )
 from refit_protocol.states import EngineEvent
 from refit_protocol.tensors import DType
+from refitd.adapters import Adapters
 from refitd.config import Config
 from refitd.endpoint import EndpointLock
 from refitd.engine import EngineInfo
@@ -168,7 +169,8 @@ class SmallDaemon:
         self.sessions = Sessions(config.server, EPOCH)
         self.sessions.model = MODEL
         self.writer = Writer(EPOCH)
-        self.generation = Generation(config, self.engine, self.gate)  # type: ignore[arg-type]
+        adapters = Adapters(config, self.engine, self.gate)  # type: ignore[arg-type]
+        self.generation = Generation(config, self.engine, self.gate, adapters)  # type: ignore[arg-type]
         self.server = self._build_server()
         self.sessions.on_close = [self.generation.session_closed, self._session_closed]
         self.server.bind(self.endpoint)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, TypeVar, Unpack
 from refit_protocol.digest import DigestMode
 from refit_protocol.endpoint import default_endpoint, socket_path
 from refit_protocol.messages import (
+    AdapterLoaded,
+    AdapterUnloaded,
     CollectiveJoined,
     Fact,
     Generate,
@@ -17,6 +19,7 @@ from refit_protocol.messages import (
     GetManifest,
     GetStatus,
     InflightPolicy,
+    LoadAdapter,
     LoadModel,
     LoggerMetrics,
     Manifest,
@@ -32,6 +35,7 @@ from refit_protocol.messages import (
     SleepStateChanged,
     SleepTag,
     Status,
+    UnloadAdapter,
     WakeUp,
     WeightsDigest,
     WeightsRestored,
@@ -229,6 +233,14 @@ class AsyncDaemon:
     async def load_model(self) -> ModelInfo:
         """Starts the load that the daemon's configuration put off, and returns when the model can be served."""
         return (await self._ask(LoadModel(), ModelLoaded, SLOW_SECONDS)).model
+
+    async def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Makes a LoRA adapter known by `name` to `generate(..., lora=name)`; `path` is on the daemon's machine."""
+        await self._ask(LoadAdapter(name=name, path=os.fspath(path)), AdapterLoaded, SLOW_SECONDS)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Requests under way go on with it."""
+        await self._ask(UnloadAdapter(name=name), AdapterUnloaded, SLOW_SECONDS)
 
     async def reset_prefix_cache(self) -> None:
         await self._ask(ResetPrefixCache(), PrefixCacheReset)

@@ -196,6 +196,13 @@ class Daemon:
     def load_model(self) -> ModelInfo:
         return self._thread.call(self._daemon.load_model())
 
+    def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Makes a LoRA adapter known by `name`; see `AsyncDaemon.load_adapter`."""
+        self._thread.call(self._daemon.load_adapter(name, path))
+
+    def unload_adapter(self, name: str) -> None:
+        self._thread.call(self._daemon.unload_adapter(name))
+
     def reset_prefix_cache(self) -> None:
         self._thread.call(self._daemon.reset_prefix_cache())
 

@@ -10,6 +10,7 @@ One more makes pipeline stages work: vLLM allocates what a stage receives in a w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,6 +29,7 @@ if current_platform.is_cpu():
     _pack_experts = CPUUnquantizedExperts.process_weights_after_loading
     _apply_experts: Callable[..., None] = CPUUnquantizedExperts.apply
     _receive_hidden_states: Callable[..., Any] = CPUModelRunner.sync_and_gather_intermediate_tensors
+    _LORA_KERNELS = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
 
 
 def apply_cpu_patches() -> None:
@@ -40,6 +42,7 @@ def apply_cpu_patches() -> None:
         _replace(CPUUnquantizedExperts, "process_weights_after_loading", _keep_experts_plain)
         _replace(CPUUnquantizedExperts, "apply", _apply_packed_experts)
         _replace(CPUModelRunner, "sync_and_gather_intermediate_tensors", _receive_into_allocated)
+        _keep_adapters_apart()
 
 
 def repack_experts(model: torch.nn.Module) -> None:
@@ -58,6 +61,37 @@ def has_packed_experts(module: torch.nn.Module) -> bool:
 
 def _replace(owner: object, name: str, replacement: Callable[..., None]) -> None:
     setattr(owner, name, replacement)
+
+
+def _keep_adapters_apart() -> None:
+    """vLLM's LoRA kernels for the CPU take -1, no adapter, for an index: in a mixed batch the base model's tokens would
+    get the adapter of the last slot.
+    """
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    for name in _LORA_KERNELS:
+        kernel = getattr(lora_ops, name)
+        if not hasattr(kernel, "__wrapped__"):
+            for module in (lora_ops, punica_cpu):
+                _replace(module, name, _without_base_tokens(kernel))
+
+
+def _without_base_tokens(kernel: Callable[..., None]) -> Callable[..., None]:
+    """Tokens without an adapter contribute zero."""
+
+    @functools.wraps(kernel)
+    def run(
+        inputs: torch.Tensor,
+        weights: torch.Tensor,
+        output: torch.Tensor,
+        adapters: torch.Tensor,
+        *rest: Any,
+        **options: Any,
+    ) -> None:
+        kernel(inputs.masked_fill((adapters < 0).unsqueeze(1), 0), weights, output, adapters, *rest, **options)
+
+    return run
 
 
 def _keep_linear_plain(layer: Any, remove_weight: bool) -> None:

@@ -18,6 +18,7 @@ from refit_protocol.digest import DigestMode, combine_parts
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.tensors import BucketPiece, Segment, SourceTensor, TensorShape
 from refitd.worker import commit
+from refitd.worker.adapters import load_adapter
 from refitd.worker.attest import check_finite as require_finite
 from refitd.worker.boundary import Answer, answered
 from refitd.worker.buckets import Announcement, BucketRefit, BucketSource, announce
@@ -407,6 +408,17 @@ class RefitWorkerExtension:
     def refitd_digest(self, mode: str = "sampled") -> Answer:
         """Of what is served now: `{digest, digest_parts}`."""
         return self.refitd_state().digest(DigestMode(mode))
+
+    @answered
+    def refitd_load_adapter(self, name: str, number: int, directory: str) -> Answer:
+        """`{unused}`: modules it has weights for that this worker does not have. Errors: `invalid_adapter`."""
+        expected = self.refitd_state().weights.expected
+        return {"unused": load_adapter(self.model_runner, expected, name, number, directory)}
+
+    @answered
+    def refitd_unload_adapter(self, number: int) -> Answer:
+        """Unloading what is not loaded does nothing."""
+        return {"unloaded": bool(self.model_runner.remove_lora(number))}
 
     @answered
     def refitd_clean_cache(self) -> Answer:
