@@ -43,10 +43,11 @@ from refit_protocol.messages import (
 )
 from refit_trainer.broadcast_refits import join_group, refit_by_broadcast
 from refit_trainer.connection import Connection, ConnectionOptions
+from refit_trainer.daemon_refit import DaemonRefit
 from refit_trainer.inbox import Mailbox
 from refit_trainer.link import CurveKeys
 from refit_trainer.prompts import GenerateOptions, Prompt, deadline_of, generate_command
-from refit_trainer.refits import CommitOptions, RefitOptions, refit_in_place, reload, restore
+from refit_trainer.refits import CommitOptions, RefitOptions, refit_in_place, reload, restore, split_options
 from refit_trainer.replies import AsyncReplies, Item
 from refit_trainer.steps import Steps, walk
 from refit_trainer.stream import Delta, Sample, SampleAssembler
@@ -69,11 +70,13 @@ _BUCKET_BYTES = 64 << 20
 class ConnectOptions(TypedDict, total=False):
     """`lease_seconds`: how long the daemon keeps a session that gives no sign of life. `plan`: for in-place sources.
 
+    `patience_seconds`: how long streams wait for a lost connection, by default as long as the daemon keeps the session.
     `bucket_bytes` is the size of each of the two staging buckets, 64 MiB by default.
     """
 
     client: str
     lease_seconds: float | None
+    patience_seconds: float | None
     curve: CurveKeys | None
     plan: PlanMode | None
     bucket_bytes: int
@@ -281,8 +284,14 @@ class AsyncDaemon:
                 return report
             weights = checkpoint_tensors(weights)
         if self._staging is None:
-            self._staging = Staging(self.connection, self._role, self._bucket_bytes)
-        return (yield from self._staging.refit(weights, specs, options, self.manifest))
+            self._staging = Staging(self._bucket_bytes)
+        only, rest, timeout_seconds = split_options(options)
+        target = self.one_refit(timeout_seconds)
+        return (yield from self._staging.refit(target, weights, specs, only, rest, self.manifest))
+
+    def one_refit(self, timeout_seconds: float) -> DaemonRefit:
+        """The commands of a refit one by one, each answered within `timeout_seconds`."""
+        return DaemonRefit(self.connection, self._role, timeout_seconds)
 
     def collective_steps(self, address: str | None, options: CollectiveOptions) -> Steps[Broadcaster]:
         """`collective`, for a caller on another thread than the event loop's."""
@@ -343,6 +352,7 @@ class Connecting:
                 endpoint=self._endpoint,
                 client=self._options.get("client", "refit_trainer"),
                 lease_seconds=self._options.get("lease_seconds"),
+                patience_seconds=self._options.get("patience_seconds"),
                 curve=self._options.get("curve"),
             )
         )

@@ -59,6 +59,7 @@ class ConnectionOptions:
     endpoint: str
     client: str
     lease_seconds: float | None = None
+    patience_seconds: float | None = None
     curve: CurveKeys | None = None
 
 
@@ -91,6 +92,11 @@ class Connection:
         """What the daemon said when the present session was opened."""
         assert self._welcome is not None, "open() comes first"
         return self._welcome
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the daemon has greeted us and the connection has not been lost since."""
+        return self._link is not None
 
     async def open(self, timeout_seconds: float) -> None:
         """Raises `DaemonUnreachable` after `timeout_seconds`, or the daemon's own refusal."""
@@ -179,10 +185,12 @@ class Connection:
             self._inbox.fail_answers(DaemonUnreachable("the connection broke before the answer came: outcome unknown"))
 
     def _start_patience(self) -> asyncio.TimerHandle:
-        """Streams outlive a broken connection as long as the daemon keeps their session."""
-        lease_seconds = self._welcome.lease_seconds if self._welcome else 0.0
-        gone = DaemonUnreachable(f"no connection to {self._options.endpoint} for {lease_seconds:g} s")
-        return asyncio.get_running_loop().call_later(lease_seconds, self._inbox.fail_generations, gone)
+        """Streams outlive a broken connection as long as the daemon keeps their session, or the caller is patient."""
+        seconds = self._welcome.lease_seconds if self._welcome else 0.0
+        if self._options.patience_seconds is not None:
+            seconds = min(seconds, self._options.patience_seconds)
+        gone = DaemonUnreachable(f"no connection to {self._options.endpoint} for {seconds:g} s")
+        return asyncio.get_running_loop().call_later(seconds, self._inbox.fail_generations, gone)
 
     async def _serve(self, link: Link, patience: asyncio.TimerHandle) -> None:
         """Returns when the connection is lost; raises the daemon's refusal of our Hello."""

@@ -8,10 +8,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Generic, Self, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 from refit_protocol.messages import GenerationFinished, GenerationStarted, ResolvedSampling
-from refit_trainer.connection import Connection
 from refit_trainer.errors import RefitdError, RequestTimedOut
 from refit_trainer.inbox import Arrival, Mailbox
 from refit_trainer.stream import Delta
@@ -20,6 +19,14 @@ from refit_trainer.stream import Delta
 GRACE_SECONDS = 5.0
 
 Item = TypeVar("Item")
+
+
+class Generations(Protocol):
+    """Who runs the generations that iterators read: a connection, or a fleet. Belongs to the event loop."""
+
+    async def cancel(self, request: int | None, *, timeout_seconds: float) -> list[int]: ...
+
+    def abandon(self, request: int) -> None: ...
 
 
 class TaskMailbox:
@@ -121,13 +128,13 @@ class AsyncReplies(_Replies[Item]):
 
     def __init__(
         self,
-        connection: Connection,
+        generations: Generations,
         start: Callable[[Mailbox], Awaitable[int]],
         convert: Callable[[Delta], Item | None],
         deadline_seconds: float,
     ) -> None:
         super().__init__(convert, deadline_seconds)
-        self._connection = connection
+        self._generations = generations
         self._start = start
         self._mailbox = TaskMailbox()
         self._request: int | None = None
@@ -138,7 +145,7 @@ class AsyncReplies(_Replies[Item]):
     async def __anext__(self) -> Item:
         if self._request is None and not self._collected.ended:
             self._request = await self._start(self._mailbox)
-            self._abandon = _abandoner(self, asyncio.get_running_loop(), self._connection, self._request)
+            self._abandon = _abandoner(self, asyncio.get_running_loop(), self._generations, self._request)
         while not self._collected.ready:
             if self._collected.ended:
                 raise StopAsyncIteration
@@ -151,7 +158,7 @@ class AsyncReplies(_Replies[Item]):
     async def cancel(self) -> None:
         """Ends the outputs that are not finished with `cancelled`; the iteration goes on to its end."""
         if self._request is not None and not self._collected.ended:
-            await self._connection.cancel(self._request, timeout_seconds=GRACE_SECONDS)
+            await self._generations.cancel(self._request, timeout_seconds=GRACE_SECONDS)
 
     async def __aenter__(self) -> Self:
         return self
@@ -165,15 +172,15 @@ class Replies(_Replies[Item]):
 
     def __init__(
         self,
-        generation: tuple[Connection, int, ThreadMailbox],
+        generation: tuple[Generations, int, ThreadMailbox],
         loop: asyncio.AbstractEventLoop,
         convert: Callable[[Delta], Item | None],
         deadline_seconds: float,
     ) -> None:
         super().__init__(convert, deadline_seconds)
-        self._connection, self._request, self._mailbox = generation
+        self._generations, self._request, self._mailbox = generation
         self._loop = loop
-        self._abandon = _abandoner(self, loop, self._connection, self._request)
+        self._abandon = _abandoner(self, loop, self._generations, self._request)
 
     def __iter__(self) -> Self:
         return self
@@ -191,7 +198,7 @@ class Replies(_Replies[Item]):
     def cancel(self) -> None:
         """Ends the outputs that are not finished with `cancelled`; the iteration goes on to its end."""
         if not self._collected.ended:
-            cancelling = self._connection.cancel(self._request, timeout_seconds=GRACE_SECONDS)
+            cancelling = self._generations.cancel(self._request, timeout_seconds=GRACE_SECONDS)
             asyncio.run_coroutine_threadsafe(cancelling, self._loop).result()
 
     def __enter__(self) -> Self:
@@ -202,14 +209,14 @@ class Replies(_Replies[Item]):
 
 
 def _abandoner(
-    replies: _Replies[Item], loop: asyncio.AbstractEventLoop, connection: Connection, request: int
+    replies: _Replies[Item], loop: asyncio.AbstractEventLoop, generations: Generations, request: int
 ) -> Callable[[], object]:
     """Called by hand or by the garbage collector, in whatever thread, at most once."""
-    finalizer = weakref.finalize(replies, _abandon_on_loop, loop, connection, request)
+    finalizer = weakref.finalize(replies, _abandon_on_loop, loop, generations, request)
     finalizer.atexit = False
     return finalizer
 
 
-def _abandon_on_loop(loop: asyncio.AbstractEventLoop, connection: Connection, request: int) -> None:
+def _abandon_on_loop(loop: asyncio.AbstractEventLoop, generations: Generations, request: int) -> None:
     if not loop.is_closed():
-        loop.call_soon_threadsafe(connection.abandon, request)
+        loop.call_soon_threadsafe(generations.abandon, request)

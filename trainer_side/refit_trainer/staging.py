@@ -2,49 +2,57 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 
-from refit_protocol.messages import (
-    AbortRefit,
-    ApplyBucket,
-    BeginRefit,
-    BucketApplied,
-    FinishRefit,
-    Manifest,
-    RefitAborted,
-    RefitBegan,
-    RefitCommitted,
-    RefitReport,
-)
+from refit_protocol.messages import Manifest
 from refit_protocol.tensors import TensorShape, aligned
 from refit_trainer.backends import Buckets, backend_for
-from refit_trainer.connection import Connection
-from refit_trainer.errors import DaemonRestarted, DaemonUnreachable, RefitdError
+from refit_trainer.daemon_refit import BUCKETS
 from refit_trainer.layouts import Layout, NamedTensor, layout_of, predicted_layout, selected, without_aliases
 from refit_trainer.packing import ALIGNMENT_BYTES, FilledBucket, pack
-from refit_trainer.refits import CommitOptions, RefitOptions, split_options
+from refit_trainer.refits import CommitOptions
 from refit_trainer.steps import Steps
-from refit_trainer.writer import WriterRole
 
 Weights: TypeAlias = Mapping[str, torch.Tensor] | Iterable[NamedTensor]
 AskManifest: TypeAlias = Callable[[], Coroutine[Any, Any, Manifest]]
 
-BUCKETS = 2
-# A broken connection is soon back; a daemon that is gone for longer has ended our refit by itself.
-RECONNECT_SECONDS = 5.0
+_Report = TypeVar("_Report")
+_Answer = TypeVar("_Answer", covariant=True)
+
+
+class BucketTarget(Protocol[_Answer]):
+    """Who reads the buckets: one daemon, or several that map the same ones."""
+
+    @property
+    def max_pieces(self) -> int:
+        """In one bucket; known once entered."""
+
+    async def enter(self) -> None: ...
+
+    async def begin(
+        self, buckets: Buckets, tensors: list[TensorShape], options: CommitOptions, *, partial: bool
+    ) -> None:
+        """Everything announced is validated, and the gate shuts."""
+
+    async def apply(self, filled: FilledBucket) -> None:
+        """Returns when the bucket that is packed next has been read."""
+
+    async def finish(self) -> _Answer: ...
+
+    async def abort(self, error: BaseException) -> None:
+        """`error` is what ends the refit, and will be raised."""
+
+    async def leave(self) -> None: ...
 
 
 class Staging:
-    """The bucket pair of one session, and the layout that its iterators are known to yield."""
+    """A pair of buckets, and the layout that iterators are known to yield."""
 
-    def __init__(self, connection: Connection, role: WriterRole, bucket_bytes: int) -> None:
-        self._connection = connection
-        self._role = role
+    def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = aligned(bucket_bytes, ALIGNMENT_BYTES)
         self._buckets: Buckets | None = None
         self._learned: Layout = {}
@@ -55,54 +63,53 @@ class Staging:
             self._buckets = None
 
     def refit(
-        self, weights: Weights, specs: Sequence[TensorShape] | None, given: RefitOptions, manifest: AskManifest
-    ) -> Steps[RefitReport]:
-        """Packs, sends and commits. Whatever ends it early, the daemon is told to abort."""
-        only, options, timeout_seconds = split_options(given)
+        self,
+        target: BucketTarget[_Report],
+        weights: Weights,
+        specs: Sequence[TensorShape] | None,
+        only: list[str] | None,
+        options: CommitOptions,
+        manifest: AskManifest,
+    ) -> Steps[_Report]:
+        """Packs, sends and commits. Whatever ends it early, the target is told to abort."""
         tensors, layout = yield from self._announced(weights, specs, manifest)
         if only is not None:
             layout = {name: layout[name] for name in only if name in layout}
             tensors = selected(tensors, frozenset(only))
-        epoch = yield self._role.enter(timeout_seconds)
-        refit = _BucketRefit(self._connection, epoch, timeout_seconds)
+        yield target.enter()
         try:
-            report = yield from self._run(refit, tensors, layout, options, partial=only is not None)
+            report = yield from self._run(target, tensors, layout, options, partial=only is not None)
         except BaseException as error:
-            self._role.note(error)
-            yield refit.abort(error)
+            yield target.abort(error)
             raise
         finally:
-            yield self._role.leave()
+            yield target.leave()
         if not isinstance(weights, Mapping) and only is None:
             self._learned = layout
         return report
 
     def _run(
         self,
-        refit: _BucketRefit,
+        target: BucketTarget[_Report],
         tensors: Iterator[NamedTensor],
         layout: Layout,
         options: CommitOptions,
         *,
         partial: bool,
-    ) -> Steps[RefitReport]:
+    ) -> Steps[_Report]:
         first = next(tensors, None)
         if first is None:
             raise ValueError("there is not one tensor to refit with")
         buckets = self._large_enough(layout, first[1].device)
-        source = yield self._role.source_of(buckets, "bucket", [], timeout_seconds=refit.timeout_seconds)
-        limit = self._connection.welcome.limits.bucket_pieces
-        packed = pack(chain([first], tensors), layout, buckets.views, limit)
+        packed = pack(chain([first], tensors), layout, buckets.views, target.max_pieces)
         # The first bucket is packed before the gate closes: generation waits less, and most mistakes show up by then.
         filled = next(packed, None)
-        yield refit.begin(
-            BeginRefit(epoch=refit.epoch, source=source, tensors=[*layout.values()], partial=partial, **options)
-        )
+        yield target.begin(buckets, [*layout.values()], options, partial=partial)
         while filled is not None:
             buckets.synchronise(filled.bucket)
-            yield refit.apply(filled)
+            yield target.apply(filled)
             filled = next(packed, None)
-        report: RefitReport = yield refit.finish()
+        report: _Report = yield target.finish()
         return report
 
     def _announced(
@@ -130,55 +137,3 @@ class Staging:
             self.close()
             self._buckets = backend_for(device.type).buckets(BUCKETS, size_bytes, device)
         return self._buckets
-
-
-class _BucketRefit:
-    """The commands of one refit, all of them on the event loop."""
-
-    def __init__(self, connection: Connection, epoch: int, timeout_seconds: float) -> None:
-        self._connection = connection
-        self._reading: dict[int, asyncio.Task[BucketApplied]] = {}
-        self._number: int | None = None
-        self.epoch = epoch
-        self.timeout_seconds = timeout_seconds
-
-    async def begin(self, command: BeginRefit) -> None:
-        began = await self._connection.request(command, RefitBegan, timeout_seconds=self.timeout_seconds)
-        self._number = began.refit
-
-    async def apply(self, filled: FilledBucket) -> None:
-        """Returns when the bucket that is packed next has been read."""
-        assert self._number is not None, "begin() comes first"
-        command = ApplyBucket(epoch=self.epoch, refit=self._number, bucket=filled.bucket, pieces=filled.pieces)
-        self._reading[filled.bucket] = asyncio.create_task(
-            self._connection.request(command, BucketApplied, timeout_seconds=self.timeout_seconds)
-        )
-        following = self._reading.pop((filled.bucket + 1) % BUCKETS, None)
-        if following is not None:
-            await following
-
-    async def finish(self) -> RefitReport:
-        assert self._number is not None, "begin() comes first"
-        for applied in list(self._reading.values()):
-            await applied
-        command = FinishRefit(epoch=self.epoch, refit=self._number)
-        committed = await self._connection.request(command, RefitCommitted, timeout_seconds=self.timeout_seconds)
-        self._number = None
-        return committed.report
-
-    async def abort(self, error: BaseException) -> None:
-        """Nothing if the refit was not begun. The daemon's answer does not matter: `error` is being raised.
-
-        But `DaemonRestarted` is told only once, so it is raised instead.
-        """
-        for applied in self._reading.values():
-            applied.cancel()
-        await asyncio.gather(*self._reading.values(), return_exceptions=True)
-        if self._number is not None:
-            patience_seconds = RECONNECT_SECONDS if isinstance(error, DaemonUnreachable) else self.timeout_seconds
-            command = AbortRefit(epoch=self.epoch, refit=self._number)
-            try:
-                await self._connection.request(command, RefitAborted, timeout_seconds=patience_seconds)
-            except RefitdError as refusal:
-                if isinstance(refusal, DaemonRestarted):
-                    raise

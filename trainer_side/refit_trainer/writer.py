@@ -56,8 +56,12 @@ class WriterRole:
     async def release(self, *, timeout_seconds: float) -> None:
         """Gives the role up; the daemon closes our sources with it."""
         async with self._lock:
-            self._forget()
-            await self._connection.request(ReleaseWriter(), WriterReleased, timeout_seconds=timeout_seconds)
+            await self.give_up(timeout_seconds=timeout_seconds)
+
+    async def give_up(self, *, timeout_seconds: float) -> None:
+        """`release` inside `enter()` and `leave()`."""
+        self._forget()
+        await self._connection.request(ReleaseWriter(), WriterReleased, timeout_seconds=timeout_seconds)
 
     @contextlib.asynccontextmanager
     async def writing(self, timeout_seconds: float) -> AsyncIterator[int]:
