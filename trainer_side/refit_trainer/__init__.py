@@ -17,13 +17,22 @@ from refit_trainer.errors import (
     ClientClosed,
     DaemonRestarted,
     DaemonUnreachable,
+    FleetRefitFailed,
+    FleetRefitRefused,
     LayoutMismatch,
+    MemberLost,
+    NoMember,
     NotShareable,
     RefitdError,
     RequestTimedOut,
     SessionLost,
     UsedAfterFork,
+    VersionsMixed,
 )
+from refit_trainer.fleet.aio import AsyncFleet
+from refit_trainer.fleet.client import Fleet
+from refit_trainer.fleet.members import FleetStatus, MemberState, MemberStatus
+from refit_trainer.fleet.refits import FleetReport
 from refit_trainer.link import CurveKeys
 from refit_trainer.stream import Alternatives, Delta, Sample
 
@@ -35,6 +44,7 @@ __all__ = [
     "Alternatives",
     "AsyncDaemon",
     "BroadcastGroup",
+    "AsyncFleet",
     "ClientClosed",
     "CurveKeys",
     "DType",
@@ -44,7 +54,16 @@ __all__ = [
     "Delta",
     "ErrorCode",
     "Fault",
+    "Fleet",
+    "FleetRefitFailed",
+    "FleetRefitRefused",
+    "FleetReport",
+    "FleetStatus",
     "LayoutMismatch",
+    "MemberLost",
+    "MemberState",
+    "MemberStatus",
+    "NoMember",
     "NotShareable",
     "RefitReport",
     "RefitdError",
@@ -56,6 +75,7 @@ __all__ = [
     "TensorShape",
     "UsedAfterFork",
     "VersionRun",
+    "VersionsMixed",
     "share_parameters",
     "unshare_parameters",
 ]

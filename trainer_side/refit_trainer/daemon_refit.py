@@ -161,3 +161,7 @@ class DaemonRefit:
     async def _all_read(self) -> None:
         for applied in list(self._reading.values()):
             await applied
+
+
+def _answered(error: BaseException) -> bool:
+    return isinstance(error, RefitdError) and error.code is not None

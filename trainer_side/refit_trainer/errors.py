@@ -87,6 +87,58 @@ class LayoutMismatch(RefitdError):
     """The tensors that an iterator yields are not the ones that were announced."""
 
 
+class OfMembers(RefitdError):
+    """Several daemons of a fleet: `errors` says by endpoint what each one failed with."""
+
+    def __init__(self, message: str, errors: Mapping[str, RefitdError], *, retryable: bool | None = None) -> None:
+        first = next(iter(errors.values()), None)
+        listed = "; ".join(f"{endpoint}: {error}" for endpoint, error in errors.items())
+        super().__init__(
+            f"{message}: {listed}" if listed else message,
+            code=None if first is None else first.code,
+            fault=None if first is None else first.fault,
+            retryable=all(error.retryable for error in errors.values()) if retryable is None else retryable,
+            details={"members": [*errors]},
+        )
+        self.errors = dict(errors)
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class FleetRefitRefused(OfMembers):
+    """Nothing was written at any daemon: all of them serve what they served before."""
+
+
+class FleetRefitFailed(OfMembers):
+    """A daemon failed after its first write. By the fleet's `on_failure` the others serve the old version again
+    ("restore"), or there was no other ("leave_out"); `Fleet.status()` says what each of them serves.
+    """
+
+
+class NoMember(RefitdError):
+    """No daemon of the fleet can serve what is asked for now."""
+
+    default_fault = Fault.DAEMON
+    default_retryable = True
+
+
+class MemberLost(RefitdError):
+    """A daemon ended while its tokens were being delivered: what came is a part. Ask for these prompts again.
+
+    `details` holds the `endpoint` and the numbers of the `prompts`.
+    """
+
+    default_fault = Fault.DAEMON
+    default_retryable = True
+
+
+class VersionsMixed(RefitdError):
+    """A daemon changed its weights under a batch that was to be of one version, by another trainer's doing."""
+
+    default_retryable = True
+
+
 _CLASSES: dict[ErrorCode, type[RefitdError]] = {ErrorCode.NO_SESSION: SessionLost}
 
 

@@ -1,0 +1,283 @@
+"""One batch on a fleet: placed, renumbered, checked for its version, and moved where a daemon ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+
+from refit_protocol.errors import ErrorCode
+from refit_protocol.messages import GenerationFinished, GenerationStarted, ResolvedSampling, Status
+from refit_trainer.errors import (
+    DaemonRestarted,
+    DaemonUnreachable,
+    MemberLost,
+    NoMember,
+    RefitdError,
+    RequestTimedOut,
+    SessionLost,
+    VersionsMixed,
+)
+from refit_trainer.fleet.members import Member, Members
+from refit_trainer.fleet.order import Order, Output, Part
+from refit_trainer.fleet.routing import Router
+from refit_trainer.inbox import Arrival, Mailbox
+from refit_trainer.replies import GRACE_SECONDS, TaskMailbox
+from refit_trainer.stream import Delta
+
+# What ends a request for the daemon's own sake: another daemon can serve it.
+_DAEMON_ENDED = frozenset(
+    {ErrorCode.ENGINE_DEAD, ErrorCode.TORN, ErrorCode.DRAINING, ErrorCode.LOADING, ErrorCode.ASLEEP}
+)
+_NOT_THERE = (DaemonUnreachable, DaemonRestarted, SessionLost)
+# How often one output is asked for elsewhere before its error is told.
+_MOVES = 3
+
+
+class Batch:
+    """Lives from the caller's request to the last output; belongs to one task of the event loop."""
+
+    def __init__(self, order: Order, members: Members, router: Router, mailbox: Mailbox, probe_seconds: float) -> None:
+        self._order = order
+        self._members = members
+        self._router = router
+        self._mailbox = mailbox
+        self._probe_seconds = probe_seconds
+        self._version: int | None = None
+        self._begun = time.monotonic()
+        self._first_token: float | None = None
+        self._generated = 0
+        self._done: set[Output] = set()
+        self._delivering: set[Output] = set()
+        self._open: dict[Output, list[Delta]] = {}
+        self._resolved: dict[int, tuple[int, bool, int]] = {}
+        self._common: ResolvedSampling | None = None
+        self._asked: dict[tuple[Member, int], Part] = {}
+        self._lost: MemberLost | None = None
+        self._cancelled = False
+
+    async def run(self) -> None:
+        """Raises what ends the batch; what has been delivered by then stays."""
+        if not self._order.prompts:
+            raise RefitdError("there is not one prompt", code=ErrorCode.INVALID_PROMPT)
+        if not self._order.mixed:
+            self._version = await self._pinned()
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                await self._place(self._order.everything)
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        if self._lost is not None:
+            raise self._lost
+        self._mailbox.put(self._finished())
+
+    async def cancel(self, timeout_seconds: float) -> None:
+        """Outputs under way end with what they have."""
+        self._cancelled = True
+        asked = [
+            member.daemon.connection.cancel(request, timeout_seconds=timeout_seconds) for member, request in self._asked
+        ]
+        await asyncio.gather(*asked, return_exceptions=True)
+
+    # --- placing ---
+
+    async def _pinned(self) -> int:
+        version = await self._members.newest_version(self._probe_seconds)
+        wanted = (self._order.options.get("min_version") or 0) - (self._order.options.get("max_version_lag") or 0)
+        if version < wanted:
+            raise RefitdError(
+                f"the fleet serves version {version}, not yet {wanted}",
+                code=ErrorCode.VERSION_UNAVAILABLE,
+                retryable=True,
+                details={"version": version},
+            )
+        return version
+
+    async def _place(self, part: Part) -> None:
+        """Starts a task for every daemon that gets some of it."""
+        serving = await self._members.serving(self._probe_seconds, self._version)
+        names = [*serving]
+        cost = dict.fromkeys(names, 0)
+        shares: dict[str, list[int]] = {name: [] for name in names}
+        for prompt in part.prompts:
+            tokens = self._tokens(prompt) * part.outputs
+            foreign = {name: self._foreign(serving[name], name, tokens // part.outputs) for name in names}
+            name = self._router.place(self._order.routing_key(prompt), tokens, names, foreign)
+            self._router.add(name, tokens, part.outputs)
+            cost[name] += tokens
+            shares[name].append(prompt)
+        for name, prompts in shares.items():
+            if prompts:
+                share = Part(tuple(prompts), part.first_output, part.outputs, part.moves)
+                self._group.create_task(self._ask(self._members[name], share))
+
+    def _tokens(self, prompt: int) -> int:
+        """Of one output."""
+        return self._order.tokens(prompt, self._context_tokens)
+
+    @property
+    def _context_tokens(self) -> int:
+        models = [member.daemon.welcome.model for member in self._members.all.values() if member.is_up]
+        return max((model.max_model_len for model in models if model is not None), default=1)
+
+    def _foreign(self, status: Status, name: str, sequence_tokens: int) -> int:
+        """What others have made it do, if their sequences are like ours."""
+        sequences = status.running_requests + status.waiting_requests - self._router.load(name).sequences
+        return max(sequences, 0) * sequence_tokens
+
+    # --- one daemon's part ---
+
+    async def _ask(self, member: Member, part: Part) -> None:
+        why: RefitdError | None = None
+        try:
+            await self._read(member, part)
+        except RefitdError as error:
+            if not _may_be_served_elsewhere(error):
+                raise
+            why = error
+        finally:
+            for prompt, output in part.keys:
+                if (prompt, output) not in self._done:
+                    self._router.add(member.endpoint, -self._tokens(prompt), -1)
+        if not self._cancelled:
+            await self._move(member, part, why)
+
+    async def _move(self, member: Member, part: Part, why: RefitdError | None) -> None:
+        """Asks elsewhere for what did not come."""
+        if begun := [key for key in part.keys if key in self._delivering]:
+            self._lost = self._lost or _lost(member, begun, why)
+        left = [*part.without({*self._done, *begun})]
+        if left and part.moves >= _MOVES:
+            raise why or self._mixed(member, part)
+        for rest in left:
+            try:
+                await self._place(rest)
+            except NoMember as nobody:
+                raise (why or nobody) from nobody
+
+    async def _read(self, member: Member, part: Part) -> None:
+        command, blobs = self._order.command(part, self._version, self._remaining_seconds)
+        mailbox = TaskMailbox()
+        connection = member.daemon.connection
+        request = await member.daemon.send_generate(command, blobs, mailbox)
+        self._asked[member, request] = part
+        try:
+            while True:
+                arrival = await self._next(mailbox)
+                if isinstance(arrival, RefitdError):
+                    raise arrival
+                if isinstance(arrival, GenerationFinished):
+                    return
+                if isinstance(arrival, GenerationStarted):
+                    self._note_started(part, arrival)
+                else:
+                    self._take(member, part, arrival)
+        finally:
+            del self._asked[member, request]
+            connection.abandon(request)
+
+    async def _next(self, mailbox: TaskMailbox) -> Arrival:
+        try:
+            return await mailbox.get(self._remaining_seconds + GRACE_SECONDS)
+        except TimeoutError:
+            raise RequestTimedOut("the batch did not end in time") from None
+
+    @property
+    def _remaining_seconds(self) -> float:
+        return max(self._begun + self._order.options["deadline_seconds"] - time.monotonic(), 0.001)
+
+    # --- what comes ---
+
+    def _take(self, member: Member, part: Part, deltas: list[Delta]) -> None:
+        ready: list[Delta] = []
+        for delta in deltas:
+            prompt, output = key = part.key_of(delta.prompt, delta.output)
+            renumbered = msgspec.structs.replace(delta, prompt=prompt, output=output)
+            ready += self._deliverable(member, key, renumbered)
+            if delta.finish_reason is not None and key in self._done:
+                self._router.add(member.endpoint, -self._tokens(prompt), -1)
+        if ready:
+            self._first_token = self._first_token or time.monotonic()
+            self._generated += sum(len(delta.token_ids) for delta in ready)
+            self._mailbox.put(ready)
+
+    def _deliverable(self, member: Member, key: Output, delta: Delta) -> list[Delta]:
+        """With `whole` all of an output that is finished and as it should be; else each delta as it comes."""
+        if not self._order.whole:
+            if not self._is_pure([delta]):
+                raise self._mixed(member, Part((key[0],), key[1], 1))
+            self._note_delivered(key, delta)
+            return [delta]
+        self._open.setdefault(key, []).append(delta)
+        if delta.finish_reason is None:
+            return []
+        collected = self._open.pop(key)
+        if not self._is_pure(collected) or delta.error in _DAEMON_ENDED:
+            return []
+        self._done.add(key)
+        return collected
+
+    def _note_delivered(self, key: Output, delta: Delta) -> None:
+        if delta.finish_reason is None:
+            self._delivering.add(key)
+        else:
+            self._delivering.discard(key)
+            self._done.add(key)
+
+    def _is_pure(self, deltas: list[Delta]) -> bool:
+        """Whether all tokens were made by the version that the batch is pinned to."""
+        return self._version is None or all(
+            run.version == self._version for delta in deltas for run in delta.versions if run.count
+        )
+
+    def _note_started(self, part: Part, started: GenerationStarted) -> None:
+        resolved = started.resolved
+        self._common = resolved
+        for index, prompt in enumerate(part.prompts):
+            known = resolved.max_tokens[index], resolved.clamped[index], started.prompt_lengths[index]
+            self._resolved[prompt] = known
+        if len(self._resolved) == len(self._order.prompts):
+            self._mailbox.put(GenerationStarted(resolved=self._all_resolved(), prompt_lengths=self._lengths()))
+
+    def _all_resolved(self) -> ResolvedSampling:
+        assert self._common is not None, "something was started"
+        prompts = [self._resolved[prompt] for prompt in range(len(self._order.prompts))]
+        return msgspec.structs.replace(
+            self._common, max_tokens=[known[0] for known in prompts], clamped=[known[1] for known in prompts]
+        )
+
+    def _lengths(self) -> list[int]:
+        return [self._resolved[prompt][2] for prompt in range(len(self._order.prompts))]
+
+    def _finished(self) -> GenerationFinished:
+        ended = time.monotonic()
+        return GenerationFinished(
+            deltas=[],
+            outputs=len(self._done),
+            prompt_tokens=sum(self._lengths()),
+            generated_tokens=self._generated,
+            resolved=self._all_resolved(),
+            first_token_milliseconds=((self._first_token or ended) - self._begun) * 1e3,
+            total_milliseconds=(ended - self._begun) * 1e3,
+        )
+
+    def _mixed(self, member: Member, part: Part) -> VersionsMixed:
+        return VersionsMixed(
+            f"{member.endpoint} changed its weights under a batch of version {self._version}; "
+            "allow_mixed_versions=True takes what comes",
+            details={"endpoint": member.endpoint, "version": self._version, "prompts": list(part.prompts)},
+        )
+
+
+def _may_be_served_elsewhere(error: RefitdError) -> bool:
+    return isinstance(error, _NOT_THERE) or error.code in _DAEMON_ENDED
+
+
+def _lost(member: Member, begun: list[Output], why: RefitdError | None) -> MemberLost:
+    prompts = sorted({prompt for prompt, _ in begun})
+    return MemberLost(
+        f"{member.endpoint} ended while it was answering prompts {prompts}: {why}",
+        details={"endpoint": member.endpoint, "prompts": prompts},
+    )

@@ -1,0 +1,183 @@
+"""The daemons of a fleet: connected, asked how they are, judged."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+
+import msgspec
+
+from refit_protocol.messages import Status
+from refit_protocol.states import EngineState
+from refit_trainer.aio import AsyncDaemon, ConnectOptions
+from refit_trainer.errors import DaemonRestarted, DaemonUnreachable, NoMember, RefitdError
+from refit_trainer.link import CurveKeys
+
+# In these a daemon takes requests, at once or when its refit has ended.
+SERVABLE = frozenset({EngineState.READY, EngineState.REFITTING})
+
+
+class MemberState(StrEnum):
+    SERVING = "serving"
+    BEHIND = "behind"
+    NOT_SERVABLE = "not servable"
+    DOWN = "down"
+    LEFT_OUT = "left out"
+
+
+class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """`behind`: it serves an older version than the fleet. `not servable`: it loads, sleeps, drains or is torn.
+
+    `left out`: by the caller. `status` is None, and `error` says why, where it does not answer.
+    """
+
+    endpoint: str
+    state: MemberState
+    status: Status | None = None
+    error: RefitdError | None = None
+
+
+class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """`version` is the newest that the fleet knows to be served; `digests_agree` whether all who serve it hold the
+    same weights, as far as their digests can be compared."""
+
+    version: int
+    members: Sequence[MemberStatus]
+
+    @property
+    def serving(self) -> list[str]:
+        return [member.endpoint for member in self.members if member.state is MemberState.SERVING]
+
+    @property
+    def digests_agree(self) -> bool:
+        serving = [member.status for member in self.members if member.state is MemberState.SERVING and member.status]
+        return len({(status.digest_mode, status.digest) for status in serving}) <= 1
+
+
+def judged(endpoint: str, answer: Status | RefitdError, version: int, *, left_out: bool) -> MemberStatus:
+    """What a member is to a fleet that serves `version`."""
+    if isinstance(answer, RefitdError):
+        state = MemberState.LEFT_OUT if left_out else MemberState.DOWN
+        return MemberStatus(endpoint=endpoint, state=state, error=answer)
+    return MemberStatus(endpoint=endpoint, state=_state(answer, version, left_out=left_out), status=answer)
+
+
+def newest(answers: Iterable[Status | RefitdError]) -> int | None:
+    """The highest version that can be generated with, None where none can."""
+    versions = [
+        answer.version for answer in answers if not isinstance(answer, RefitdError) and answer.state in SERVABLE
+    ]
+    return max(versions, default=None)
+
+
+def _state(status: Status, version: int, *, left_out: bool) -> MemberState:
+    if left_out:
+        return MemberState.LEFT_OUT
+    if status.state not in SERVABLE:
+        return MemberState.NOT_SERVABLE
+    return MemberState.BEHIND if status.version < version else MemberState.SERVING
+
+
+class Member:
+    """One daemon of the fleet; its session is opened when it is first reached, and taken up again by itself."""
+
+    def __init__(self, endpoint: str, options: ConnectOptions) -> None:
+        self.endpoint = endpoint
+        self.left_out = False
+        self._options = options
+        self._daemon: AsyncDaemon | None = None
+        self._epoch: int | None = None
+        self._connecting = asyncio.Lock()
+
+    @property
+    def daemon(self) -> AsyncDaemon:
+        """Raises `DaemonUnreachable` where it has never been reached."""
+        if self._daemon is None:
+            raise DaemonUnreachable(f"{self.endpoint} has not been reached yet")
+        return self._daemon
+
+    @property
+    def is_up(self) -> bool:
+        return self._daemon is not None and self._daemon.connection.is_up
+
+    async def reach(self, timeout_seconds: float) -> Status:
+        """Connects if need be; raises what keeps the daemon from answering in time."""
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                async with self._connecting:
+                    if self._daemon is None:
+                        self._daemon = await AsyncDaemon.connect(self.endpoint, timeout_seconds, **self._options)
+                return await self._status(self._daemon)
+        except TimeoutError:
+            raise DaemonUnreachable(f"{self.endpoint} did not answer within {timeout_seconds:g} s") from None
+
+    async def close(self) -> None:
+        if self._daemon is not None:
+            await self._daemon.close()
+
+    async def _status(self, daemon: AsyncDaemon) -> Status:
+        status = await daemon.status()
+        if self._epoch not in (None, status.epoch):
+            # A restart is told once, to the next call; the fleet sees it by the version already.
+            with contextlib.suppress(DaemonRestarted):
+                await daemon.manifest()
+        self._epoch = status.epoch
+        return status
+
+
+class Members:
+    """`version` is the newest that was ever seen to be served here: a fleet never goes back."""
+
+    def __init__(self, endpoints: Sequence[str], options: ConnectOptions, curve: Mapping[str, CurveKeys]) -> None:
+        if not endpoints or len(set(endpoints)) != len(endpoints):
+            raise ValueError(f"a fleet needs at least one endpoint, each once, not {list(endpoints)}")
+        self.all = {name: Member(name, {**options, "curve": curve.get(name)}) for name in endpoints}
+        self.version = 0
+
+    def __getitem__(self, endpoint: str) -> Member:
+        """Raises KeyError for what is no endpoint of this fleet."""
+        return self.all[endpoint]
+
+    async def look(self, timeout_seconds: float, *, everywhere: bool = False) -> dict[str, Status | RefitdError]:
+        """Asks all members at once; those that are not connected or left out only if `everywhere`."""
+        asked = [member for member in self.all.values() if everywhere or (member.is_up and not member.left_out)]
+        answers = await asyncio.gather(*(_answer(member, timeout_seconds) for member in asked))
+        return {member.endpoint: answer for member, answer in zip(asked, answers, strict=True)}
+
+    async def serving(self, timeout_seconds: float, version: int | None) -> dict[str, Status]:
+        """Those that can generate, with `version` unless that is None; raises `NoMember`."""
+        answers = await self.look(timeout_seconds)
+        found = {
+            name: answer
+            for name, answer in answers.items()
+            if not isinstance(answer, RefitdError)
+            and answer.state in SERVABLE
+            and (version is None or answer.version == version)
+        }
+        if not found:
+            what = "can generate" if version is None else f"serves version {version}"
+            raise NoMember(f"no daemon of the fleet {what}: refit, or see status()", details={"version": version})
+        return found
+
+    async def newest_version(self, timeout_seconds: float) -> int:
+        """What a batch is pinned to; raises `NoMember` where the fleet's version is served nowhere."""
+        version = newest((await self.look(timeout_seconds)).values())
+        if version is None or version < self.version:
+            raise NoMember(
+                f"version {self.version} of the fleet is served nowhere: refit",
+                details={"version": self.version, "served": version},
+            )
+        self.version = version
+        return version
+
+    async def close(self) -> None:
+        await asyncio.gather(*(member.close() for member in self.all.values()))
+
+
+async def _answer(member: Member, timeout_seconds: float) -> Status | RefitdError:
+    try:
+        return await member.reach(timeout_seconds)
+    except RefitdError as error:
+        return error
