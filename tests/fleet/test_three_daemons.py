@@ -27,6 +27,8 @@ from refit_trainer import (
 from refit_trainer.names import checkpoint_tensors
 from tests.conftest import GREEDY, PROMPT, load_seed
 from tests.daemon_process import DaemonProcess, start_daemon
+from tests.fleet.dying_trainer import Moment, start_dying_trainer
+from tests.test_held_refits import wait_until_restored
 from tests.trainers import SMALL_BUCKET_BYTES
 from tests.worker.models import random_model
 
@@ -192,6 +194,22 @@ def test_all_or_none_when_one_drops_out_after_the_first_write(trio: Trio, shared
         report = fleet.refit(shared)
         assert len(report.reports) == 3
         assert len({str(answer) for answer in answers(trio)}) == 1
+
+
+@pytest.mark.parametrize("moment", ["validated", "held"])
+def test_a_trainer_killed_between_two_phases_changes_nothing(
+    trio: Trio, fleet: Fleet, shared: PreTrainedModel, moment: Moment
+) -> None:
+    """Before the decision that is none: all three serve what they served, also where every byte had been written."""
+    fleet.acquire_writer(takeover=True)
+    load_seed(shared, 0)
+    fleet.refit(shared)
+    before = answers(trio)
+    assert start_dying_trainer(trio.endpoints, 1, moment).wait(120) == -signal.SIGKILL
+    for process in trio.processes:
+        with process.connect() as daemon:
+            wait_until_restored(daemon)
+    assert answers(trio) == before
 
 
 def test_partial_refit_is_not_given_to_one_that_is_behind(trio: Trio, fleet: Fleet, shared: PreTrainedModel) -> None:

@@ -70,12 +70,14 @@ _BUCKET_BYTES = 64 << 20
 class ConnectOptions(TypedDict, total=False):
     """`lease_seconds`: how long the daemon keeps a session that gives no sign of life. `plan`: for in-place sources.
 
+    `request_seconds` bounds later calls that have no bound of their own, by default as `connect` is bounded.
     `patience_seconds`: how long streams wait for a lost connection, by default as long as the daemon keeps the session.
     `bucket_bytes` is the size of each of the two staging buckets, 64 MiB by default.
     """
 
     client: str
     lease_seconds: float | None
+    request_seconds: float
     patience_seconds: float | None
     curve: CurveKeys | None
     plan: PlanMode | None
@@ -357,7 +359,8 @@ class Connecting:
             )
         )
         await connection.open(self._timeout_seconds)
-        return AsyncDaemon(connection, self._timeout_seconds, self._options)
+        request_seconds = self._options.get("request_seconds", self._timeout_seconds)
+        return AsyncDaemon(connection, request_seconds, self._options)
 
 
 def same(delta: Delta) -> Delta:

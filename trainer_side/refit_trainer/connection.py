@@ -363,13 +363,14 @@ class Connection:
         return RequestTimedOut(f"{type(command).__name__} was not answered within {timeout_seconds:g} s")
 
     def _unreachable(self, timeout_seconds: float) -> DaemonUnreachable:
-        reason = self._refusal or _why_unreachable(self._options.endpoint)
+        reason = self._refusal or why_unreachable(self._options.endpoint)
         return DaemonUnreachable(
             f"no daemon answered at {self._options.endpoint} within {timeout_seconds:g} s: {reason}"
         )
 
 
-def _why_unreachable(endpoint: str) -> str:
+def why_unreachable(endpoint: str) -> str:
+    """What can be said from outside, for people."""
     path = socket_path(endpoint)
     if path is None:
         return "is refitd running there, and are the CURVE keys right?"

@@ -90,7 +90,7 @@ class AsyncFleet:
             "patience_seconds": options.get("patience_seconds", 1.0),
         }
         fleet = cls(Members(endpoints, connecting, options.get("curve", {})), options)
-        answers = await fleet._members.look(timeout_seconds, everywhere=True)
+        answers = await fleet._members.look(timeout_seconds)
         if all(isinstance(answer, RefitdError) for answer in answers.values()):
             await fleet.close()
             reasons = "; ".join(f"{endpoint}: {answer}" for endpoint, answer in answers.items())
@@ -119,8 +119,8 @@ class AsyncFleet:
     # --- looking ---
 
     async def status(self) -> FleetStatus:
-        """Asks every daemon, and tries again to reach those that are down."""
-        answers = await self._members.look(self._probe_seconds, everywhere=True)
+        """Asks every daemon; one that is down has `probe_seconds` to come up."""
+        answers = await self._members.look(self._probe_seconds)
         self._members.version = max(self.version, newest(answers.values()) or 0)
         return FleetStatus(
             version=self.version,
@@ -200,7 +200,7 @@ class AsyncFleet:
         turn = self._turns.refit(rest["deadline_seconds"])
         yield _entered(turn)
         try:
-            answers = yield self._members.look(self._probe_seconds, everywhere=True)
+            answers = yield self._members.glance(self._probe_seconds)
             version = rest.get("version")
             rest["version"] = _version_after(answers.values(), self.version) if version is None else version
             refit = self._refit_of(answers, timeout_seconds, partial=only is not None)
@@ -312,6 +312,8 @@ def order_of(
     prompts: Iterable[Prompt], sampling: Sampling | None, options: FleetGenerateOptions, *, whole: bool
 ) -> Order:
     """Raises TypeError or ValueError for what is no prompt, or groups that do not fit."""
+    if isinstance(prompts, str):
+        raise TypeError("prompts is one text: pass a list of prompts")
     listed, groups = list(prompts), options.get("groups")
     if groups is not None and len(groups) != len(listed):
         raise ValueError(f"{len(groups)} groups for {len(listed)} prompts")
@@ -324,8 +326,8 @@ def order_of(
 def _check_local(endpoint: str) -> None:
     if socket_path(endpoint) is None:
         raise NotShareable(
-            f"{endpoint} may be another machine, which cannot map this one's memory: refit it from a collective source, "
-            "and leave_out() it here"
+            f"{endpoint} may be another machine, which cannot map this one's memory: refit it from a collective "
+            "source, and leave_out() it here"
         )
 
 

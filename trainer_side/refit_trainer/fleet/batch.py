@@ -45,12 +45,14 @@ class Batch:
         self._mailbox = mailbox
         self._probe_seconds = probe_seconds
         self._version: int | None = None
+        self._context_tokens = members.context_tokens
         self._begun = time.monotonic()
         self._first_token: float | None = None
         self._generated = 0
         self._done: set[Output] = set()
         self._delivering: set[Output] = set()
         self._open: dict[Output, list[Delta]] = {}
+        self._undelivered: dict[Output, RefitdError] = {}
         self._resolved: dict[int, tuple[int, bool, int]] = {}
         self._common: ResolvedSampling | None = None
         self._asked: dict[tuple[Member, int], Part] = {}
@@ -98,15 +100,15 @@ class Batch:
     async def _place(self, part: Part) -> None:
         """Starts a task for every daemon that gets some of it."""
         serving = await self._members.serving(self._probe_seconds, self._version)
-        names = [*serving]
-        cost = dict.fromkeys(names, 0)
-        shares: dict[str, list[int]] = {name: [] for name in names}
+        others = {name: self._sequences_of_others(name, status) for name, status in serving.items()}
+        shares: dict[str, list[int]] = {name: [] for name in serving}
         for prompt in part.prompts:
-            tokens = self._tokens(prompt) * part.outputs
-            foreign = {name: self._foreign(serving[name], name, tokens // part.outputs) for name in names}
-            name = self._router.place(self._order.routing_key(prompt), tokens, names, foreign)
-            self._router.add(name, tokens, part.outputs)
-            cost[name] += tokens
+            tokens = self._tokens(prompt)
+            # Others' sequences are thought to be like ours.
+            foreign = {name: sequences * tokens for name, sequences in others.items()}
+            key = self._order.routing_key(prompt)
+            name = self._router.place(key, tokens * part.outputs, [*serving], foreign)
+            self._router.add(name, tokens * part.outputs, part.outputs)
             shares[name].append(prompt)
         for name, prompts in shares.items():
             if prompts:
@@ -117,15 +119,9 @@ class Batch:
         """Of one output."""
         return self._order.tokens(prompt, self._context_tokens)
 
-    @property
-    def _context_tokens(self) -> int:
-        models = [member.daemon.welcome.model for member in self._members.all.values() if member.is_up]
-        return max((model.max_model_len for model in models if model is not None), default=1)
-
-    def _foreign(self, status: Status, name: str, sequence_tokens: int) -> int:
-        """What others have made it do, if their sequences are like ours."""
+    def _sequences_of_others(self, name: str, status: Status) -> int:
         sequences = status.running_requests + status.waiting_requests - self._router.load(name).sequences
-        return max(sequences, 0) * sequence_tokens
+        return max(sequences, 0)
 
     # --- one daemon's part ---
 
@@ -135,7 +131,7 @@ class Batch:
             await self._read(member, part)
         except RefitdError as error:
             if not _may_be_served_elsewhere(error):
-                raise
+                raise _renumbered(error, part) from error
             why = error
         finally:
             for prompt, output in part.keys:
@@ -149,8 +145,11 @@ class Batch:
         if begun := [key for key in part.keys if key in self._delivering]:
             self._lost = self._lost or _lost(member, begun, why)
         left = [*part.without({*self._done, *begun})]
+        why = why or next((self._undelivered[key] for key in part.keys if key in self._undelivered), None)
+        for key in part.keys:
+            self._open.pop(key, None)
         if left and part.moves >= _MOVES:
-            raise why or self._mixed(member, part)
+            raise why or NoMember(f"{member.endpoint} did not answer all that it was asked for")
         for rest in left:
             try:
                 await self._place(rest)
@@ -214,10 +213,14 @@ class Batch:
         if delta.finish_reason is None:
             return []
         collected = self._open.pop(key)
-        if not self._is_pure(collected) or delta.error in _DAEMON_ENDED:
-            return []
-        self._done.add(key)
-        return collected
+        if not self._is_pure(collected):
+            self._undelivered[key] = self._mixed(member, Part((key[0],), key[1], 1))
+        elif delta.error in _DAEMON_ENDED:
+            self._undelivered[key] = RefitdError(f"{member.endpoint} gave up on it", code=delta.error)
+        else:
+            self._done.add(key)
+            return collected
+        return []
 
     def _note_delivered(self, key: Output, delta: Delta) -> None:
         if delta.finish_reason is None:
@@ -273,6 +276,21 @@ class Batch:
 
 def _may_be_served_elsewhere(error: RefitdError) -> bool:
     return isinstance(error, _NOT_THERE) or error.code in _DAEMON_ENDED
+
+
+def _renumbered(error: RefitdError, part: Part) -> RefitdError:
+    """A daemon counts the prompts that it was given."""
+    prompt = error.details.get("prompt")
+    if not isinstance(prompt, int):
+        return error
+    number = part.prompts[prompt]
+    return RefitdError(
+        f"prompt {number} of the batch: {error.message}",
+        code=error.code,
+        fault=error.fault,
+        retryable=error.retryable,
+        details={**error.details, "prompt": number},
+    )
 
 
 def _lost(member: Member, begun: list[Output], why: RefitdError | None) -> MemberLost:

@@ -63,7 +63,7 @@ class Fleet:
         self.close()
 
     def status(self) -> FleetStatus:
-        """Asks every daemon, and tries again to reach those that are down."""
+        """Asks every daemon; one that is down has `probe_seconds` to come up."""
         return self._thread.call(self._fleet.status())
 
     def leave_out(self, endpoint: str) -> None:

@@ -12,11 +12,15 @@ import msgspec
 from refit_protocol.messages import Status
 from refit_protocol.states import EngineState
 from refit_trainer.aio import AsyncDaemon, ConnectOptions
+from refit_trainer.connection import why_unreachable
 from refit_trainer.errors import DaemonRestarted, DaemonUnreachable, NoMember, RefitdError
 from refit_trainer.link import CurveKeys
 
 # In these a daemon takes requests, at once or when its refit has ended.
 SERVABLE = frozenset({EngineState.READY, EngineState.REFITTING})
+# A daemon that comes later than this is reached at the next look.
+OPENING_SECONDS = 86_400.0
+REQUEST_SECONDS = 10.0
 
 
 class MemberState(StrEnum):
@@ -81,21 +85,21 @@ def _state(status: Status, version: int, *, left_out: bool) -> MemberState:
 
 
 class Member:
-    """One daemon of the fleet; its session is opened when it is first reached, and taken up again by itself."""
+    """One daemon of the fleet. Its session is opened whenever it is there first, and taken up again by itself."""
 
     def __init__(self, endpoint: str, options: ConnectOptions) -> None:
         self.endpoint = endpoint
         self.left_out = False
         self._options = options
         self._daemon: AsyncDaemon | None = None
+        self._opening: asyncio.Task[AsyncDaemon] | None = None
         self._epoch: int | None = None
-        self._connecting = asyncio.Lock()
 
     @property
     def daemon(self) -> AsyncDaemon:
         """Raises `DaemonUnreachable` where it has never been reached."""
         if self._daemon is None:
-            raise DaemonUnreachable(f"{self.endpoint} has not been reached yet")
+            raise DaemonUnreachable(f"{self.endpoint} has not been reached yet: {why_unreachable(self.endpoint)}")
         return self._daemon
 
     @property
@@ -103,19 +107,26 @@ class Member:
         return self._daemon is not None and self._daemon.connection.is_up
 
     async def reach(self, timeout_seconds: float) -> Status:
-        """Connects if need be; raises what keeps the daemon from answering in time."""
+        """Raises what keeps the daemon from answering in time; the session goes on being opened."""
         try:
             async with asyncio.timeout(timeout_seconds):
-                async with self._connecting:
-                    if self._daemon is None:
-                        self._daemon = await AsyncDaemon.connect(self.endpoint, timeout_seconds, **self._options)
+                self._daemon = self._daemon or await self._opened()
                 return await self._status(self._daemon)
         except TimeoutError:
-            raise DaemonUnreachable(f"{self.endpoint} did not answer within {timeout_seconds:g} s") from None
+            why = why_unreachable(self.endpoint)
+            raise DaemonUnreachable(f"no answer within {timeout_seconds:g} s: {why}") from None
 
     async def close(self) -> None:
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.gather(self._opening, return_exceptions=True)
         if self._daemon is not None:
             await self._daemon.close()
+
+    async def _opened(self) -> AsyncDaemon:
+        if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
+            self._opening = asyncio.create_task(_open(self.endpoint, self._options))
+        return await asyncio.shield(self._opening)
 
     async def _status(self, daemon: AsyncDaemon) -> Status:
         status = await daemon.status()
@@ -127,32 +138,51 @@ class Member:
         return status
 
 
+async def _open(endpoint: str, options: ConnectOptions) -> AsyncDaemon:
+    return await AsyncDaemon.connect(endpoint, OPENING_SECONDS, **options)
+
+
 class Members:
     """`version` is the newest that was ever seen to be served here: a fleet never goes back."""
 
     def __init__(self, endpoints: Sequence[str], options: ConnectOptions, curve: Mapping[str, CurveKeys]) -> None:
         if not endpoints or len(set(endpoints)) != len(endpoints):
             raise ValueError(f"a fleet needs at least one endpoint, each once, not {list(endpoints)}")
-        self.all = {name: Member(name, {**options, "curve": curve.get(name)}) for name in endpoints}
+        self.all = {
+            name: Member(name, {**options, "curve": curve.get(name), "request_seconds": REQUEST_SECONDS})
+            for name in endpoints
+        }
         self.version = 0
 
     def __getitem__(self, endpoint: str) -> Member:
         """Raises KeyError for what is no endpoint of this fleet."""
         return self.all[endpoint]
 
-    async def look(self, timeout_seconds: float, *, everywhere: bool = False) -> dict[str, Status | RefitdError]:
-        """Asks all members at once; those that are not connected or left out only if `everywhere`."""
-        asked = [member for member in self.all.values() if everywhere or (member.is_up and not member.left_out)]
-        answers = await asyncio.gather(*(_answer(member, timeout_seconds) for member in asked))
-        return {member.endpoint: answer for member, answer in zip(asked, answers, strict=True)}
+    @property
+    def context_tokens(self) -> int:
+        """The longest that a sequence can get; 1 where nobody is up to say it."""
+        models = [member.daemon.welcome.model for member in self.all.values() if member.is_up]
+        return max((model.max_model_len for model in models if model is not None), default=1)
+
+    async def look(self, timeout_seconds: float) -> dict[str, Status | RefitdError]:
+        """Asks all members at once, and gives those that are down as long to come up."""
+        answers = await asyncio.gather(*(_answer(member, timeout_seconds) for member in self.all.values()))
+        return dict(zip(self.all, answers, strict=True))
+
+    async def glance(self, timeout_seconds: float) -> dict[str, Status | RefitdError]:
+        """The same without waiting for those that are down."""
+        up = [member for member in self.all.values() if member.is_up]
+        answers = await asyncio.gather(*(_answer(member, timeout_seconds) for member in up))
+        seen = {member.endpoint: answer for member, answer in zip(up, answers, strict=True)}
+        return {name: seen.get(name) or DaemonUnreachable(why_unreachable(name)) for name in self.all}
 
     async def serving(self, timeout_seconds: float, version: int | None) -> dict[str, Status]:
         """Those that can generate, with `version` unless that is None; raises `NoMember`."""
-        answers = await self.look(timeout_seconds)
         found = {
             name: answer
-            for name, answer in answers.items()
+            for name, answer in (await self.glance(timeout_seconds)).items()
             if not isinstance(answer, RefitdError)
+            and not self.all[name].left_out
             and answer.state in SERVABLE
             and (version is None or answer.version == version)
         }
@@ -163,7 +193,8 @@ class Members:
 
     async def newest_version(self, timeout_seconds: float) -> int:
         """What a batch is pinned to; raises `NoMember` where the fleet's version is served nowhere."""
-        version = newest((await self.look(timeout_seconds)).values())
+        answers = await self.glance(timeout_seconds)
+        version = newest(answer for name, answer in answers.items() if not self.all[name].left_out)
         if version is None or version < self.version:
             raise NoMember(
                 f"version {self.version} of the fleet is served nowhere: refit",

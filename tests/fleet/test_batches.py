@@ -1,0 +1,175 @@
+"""Batches on three daemons whose engines step when the test says so: versions that move, prompts that move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from refit_protocol.errors import ErrorCode
+from refit_protocol.states import EngineEvent
+from refit_trainer import Fleet, NoMember, RefitdError, Sampling, VersionsMixed
+from tests.server.small_daemon import SmallDaemon
+
+PROMPTS = [[number, 5, 6] for number in range(12)]
+TEN = Sampling(max_tokens=10)
+
+
+@pytest.fixture
+def fleet(small_daemons: list[SmallDaemon]) -> Iterator[Fleet]:
+    with Fleet.connect([daemon.endpoint for daemon in small_daemons]) as connected:
+        yield connected
+
+
+def set_version(daemon: SmallDaemon, version: int) -> None:
+    """As another trainer's refit under policy `keep` does."""
+
+    def publish() -> None:
+        daemon.gate.version = version
+
+    daemon.in_loop(publish)
+
+
+def arrived(daemons: list[SmallDaemon], outputs: int) -> None:
+    """Until that many outputs run, on all together."""
+    daemons[0].until(lambda: sum(len(daemon.engine.running) for daemon in daemons) == outputs)
+
+
+def run_all(daemons: list[SmallDaemon]) -> None:
+    for daemon in daemons:
+        daemon.step(10)
+
+
+def test_all_daemons_take_part_and_everything_comes_once(fleet: Fleet, small_daemons: list[SmallDaemon]) -> None:
+    """With the numbers of the batch, not of the daemons; counts and limits are those of the whole."""
+    samples = fleet.generate(PROMPTS, Sampling(n=2, max_tokens=10))
+    arrived(small_daemons, 24)
+    assert all(daemon.engine.running for daemon in small_daemons)
+    run_all(small_daemons)
+    got = list(samples)
+    assert sorted((s.prompt, s.output) for s in got) == [(p, o) for p in range(12) for o in range(2)]
+    assert all(sample.token_ids.tolist() == [*range(10)] for sample in got)
+    assert samples.finished is not None
+    assert (samples.finished.outputs, samples.finished.generated_tokens, samples.finished.prompt_tokens) == (
+        24,
+        240,
+        36,
+    )
+    assert samples.resolved is not None
+    assert samples.resolved.max_tokens == [10] * 12
+
+
+def test_a_sample_of_another_version_is_made_again_elsewhere(fleet: Fleet, small_daemons: list[SmallDaemon]) -> None:
+    """One daemon's weights change under the batch: its outputs move to those that still serve the batch's version."""
+    samples = fleet.generate(PROMPTS, TEN)
+    arrived(small_daemons, 12)
+    changed, *others = small_daemons
+    moving = len(changed.engine.running)
+    for daemon in small_daemons:
+        daemon.step(3)
+    set_version(changed, 1)
+    for daemon in small_daemons:
+        daemon.step(7)
+    arrived(others, moving)
+    assert not changed.engine.running
+    run_all(others)
+    got = list(samples)
+    assert sorted(sample.prompt for sample in got) == [*range(12)]
+    assert {sample.version for sample in got} == {0}
+    assert all(sample.token_ids.tolist() == [*range(10)] for sample in got)
+
+
+def test_a_batch_whose_version_is_gone_says_so(fleet: Fleet, small_daemons: list[SmallDaemon]) -> None:
+    """All daemons changed: there is nobody left to make it again."""
+    samples = fleet.generate(PROMPTS, TEN)
+    arrived(small_daemons, 12)
+    for daemon in small_daemons:
+        daemon.step(3)
+        set_version(daemon, 1)
+        daemon.step(7)
+    with pytest.raises(VersionsMixed) as mixed:
+        list(samples)
+    assert mixed.value.details["version"] == 0
+    assert mixed.value.retryable
+
+
+def test_a_stream_of_another_version_ends_at_once(fleet: Fleet, small_daemons: list[SmallDaemon]) -> None:
+    """Tokens that were delivered cannot be taken back."""
+    deltas = fleet.stream(PROMPTS, TEN)
+    arrived(small_daemons, 12)
+    for daemon in small_daemons:
+        daemon.step(3)
+    set_version(small_daemons[1], 1)
+    small_daemons[1].step(1)
+    with pytest.raises(VersionsMixed):
+        list(deltas)
+
+
+def test_versions_may_be_mixed_where_that_is_allowed(fleet: Fleet, small_daemons: list[SmallDaemon]) -> None:
+    """Every daemon serves its part with what it has, and every sample says what that was."""
+    set_version(small_daemons[1], 1)
+    samples = fleet.generate(PROMPTS, TEN, allow_mixed_versions=True)
+    arrived(small_daemons, 12)
+    run_all(small_daemons)
+    assert {sample.version for sample in samples} == {0, 1}
+
+
+def test_a_batch_is_of_the_newest_version(fleet: Fleet, small_daemons: list[SmallDaemon]) -> None:
+    """Those that are behind get none of it; a version that nobody serves yet is refused, as is going back."""
+    set_version(small_daemons[1], 4)
+    samples = fleet.generate(PROMPTS, TEN)
+    arrived(small_daemons[1:2], 12)
+    run_all(small_daemons)
+    assert {sample.version for sample in samples} == {4}
+    with pytest.raises(RefitdError) as early:
+        list(fleet.generate(PROMPTS, TEN, min_version=5))
+    assert early.value.code is ErrorCode.VERSION_UNAVAILABLE
+    set_version(small_daemons[1], 0)
+    with pytest.raises(NoMember, match="version 4"):
+        list(fleet.generate(PROMPTS, TEN))
+
+
+def test_what_cannot_serve_gets_nothing(fleet: Fleet, small_daemons: list[SmallDaemon]) -> None:
+    """Neither a daemon that drains nor one that the caller left out."""
+    small_daemons[0].in_loop(lambda: small_daemons[0].gate.step(EngineEvent.DRAIN_STARTED))
+    fleet.leave_out(small_daemons[1].endpoint)
+    samples = fleet.generate(PROMPTS, TEN)
+    arrived(small_daemons[2:], 12)
+    run_all(small_daemons[2:])
+    assert len(list(samples)) == 12
+    fleet.leave_out(small_daemons[2].endpoint)
+    with pytest.raises(NoMember):
+        list(fleet.generate(PROMPTS, TEN))
+
+
+def test_cancelled_outputs_end_with_what_they_have(fleet: Fleet, small_daemons: list[SmallDaemon]) -> None:
+    """Nothing is asked for again."""
+    samples = fleet.generate(PROMPTS, TEN)
+    arrived(small_daemons, 12)
+    for daemon in small_daemons:
+        daemon.step(3)
+    samples.cancel()
+    got = list(samples)
+    assert {(sample.finish_reason, len(sample.token_ids)) for sample in got} == {("cancelled", 3)}
+    arrived(small_daemons, 0)
+
+
+def test_an_iterator_that_is_dropped_leaves_the_engines(fleet: Fleet, small_daemons: list[SmallDaemon]) -> None:
+    with fleet.generate(PROMPTS, TEN):
+        arrived(small_daemons, 12)
+    arrived(small_daemons, 0)
+
+
+def test_a_clients_mistake_is_told_as_by_one_daemon(fleet: Fleet) -> None:
+    """No other daemon is asked for what no daemon can do."""
+    with pytest.raises(RefitdError) as invalid:
+        list(fleet.generate([*PROMPTS, [10**6]], TEN))
+    assert invalid.value.code is ErrorCode.INVALID_PROMPT
+    assert invalid.value.details["prompt"] == len(PROMPTS)
+    with pytest.raises(RefitdError) as nothing:
+        list(fleet.generate([], TEN))
+    assert nothing.value.code is ErrorCode.INVALID_PROMPT
+    with pytest.raises(ValueError, match="groups"):
+        fleet.generate(PROMPTS, TEN, groups=[1])
+    with pytest.raises(TypeError):
+        fleet.generate("text", TEN)

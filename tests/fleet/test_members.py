@@ -1,0 +1,82 @@
+"""What a member is to its fleet."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from refit_protocol.messages import Status
+from refit_protocol.states import EngineState
+from refit_trainer import AsyncFleet, DaemonUnreachable, Fleet, FleetStatus, MemberState, NoMember
+from refit_trainer.fleet.members import judged, newest
+from tests.server.small_daemon import SmallDaemon
+
+GONE = DaemonUnreachable("gone")
+
+
+@pytest.fixture
+def status(small_daemons: list[SmallDaemon]) -> Status:
+    """Of a daemon that serves version 3."""
+    return msgspec.structs.replace(small_daemons[0].in_loop(small_daemons[0].status), version=3)
+
+
+def test_judgements(status: Status) -> None:
+    def state(version: int, engine: EngineState = EngineState.READY, *, left_out: bool = False) -> MemberState:
+        seen = msgspec.structs.replace(status, state=engine)
+        return judged("a", seen, version, left_out=left_out).state
+
+    assert state(3) is MemberState.SERVING
+    assert state(3, EngineState.REFITTING) is MemberState.SERVING
+    assert state(4) is MemberState.BEHIND
+    assert state(3, left_out=True) is MemberState.LEFT_OUT
+    for engine in (EngineState.TORN, EngineState.ASLEEP, EngineState.LOADING, EngineState.DRAINING, EngineState.DEAD):
+        assert state(4, engine) is MemberState.NOT_SERVABLE
+    assert judged("a", GONE, 3, left_out=False).state is MemberState.DOWN
+
+
+def test_newest_is_of_those_that_can_generate(status: Status) -> None:
+    torn = msgspec.structs.replace(status, version=9, state=EngineState.TORN)
+    assert newest([status, torn, GONE]) == 3
+    assert newest([torn, GONE]) is None
+
+
+def test_digests_agree_only_where_they_are_equal(status: Status) -> None:
+    """Of those that serve; what is behind may hold anything."""
+
+    def fleet(*digests: str | None) -> FleetStatus:
+        answers = [msgspec.structs.replace(status, digest=digest) for digest in digests]
+        behind = msgspec.structs.replace(status, version=1, digest="other")
+        members = [judged(str(n), answer, 3, left_out=False) for n, answer in enumerate([*answers, behind])]
+        return FleetStatus(version=3, members=members)
+
+    assert fleet("a", "a").digests_agree
+    assert not fleet("a", "b").digests_agree
+
+
+def test_one_that_is_down_is_reported_and_joins_when_it_is_there(small_daemons: list[SmallDaemon]) -> None:
+    """A fleet is there as soon as one daemon is; without any, the reasons are told."""
+    missing = small_daemons[0].endpoint + "-not-there"
+    with Fleet.connect([small_daemons[0].endpoint, missing], 1.0, probe_seconds=0.5) as fleet:
+        members = fleet.status().members
+        assert [member.state for member in members] == [MemberState.SERVING, MemberState.DOWN]
+        assert isinstance(members[1].error, DaemonUnreachable)
+    with pytest.raises(NoMember, match="does not exist"):
+        Fleet.connect([missing], 0.5)
+
+
+@pytest.mark.parametrize("endpoints", [[], ["ipc:///tmp/a", "ipc:///tmp/a"]])
+def test_a_fleet_is_of_different_daemons(endpoints: list[str]) -> None:
+    with pytest.raises(ValueError, match="each once"):
+        Fleet.connect(endpoints)
+
+
+def test_asynchronous_face(small_daemons: list[SmallDaemon]) -> None:
+    """The same on the caller's own loop."""
+
+    async def scene() -> list[MemberState]:
+        async with await AsyncFleet.connect([daemon.endpoint for daemon in small_daemons]) as fleet:
+            return [member.state for member in (await fleet.status()).members]
+
+    assert asyncio.run(scene()) == [MemberState.SERVING] * 3
