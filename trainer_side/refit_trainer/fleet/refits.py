@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,7 +14,7 @@ from refit_protocol.messages import RefitReport, RefitValidated
 from refit_protocol.tensors import TensorShape
 from refit_trainer.backends import Buckets
 from refit_trainer.daemon_refit import DaemonRefit
-from refit_trainer.errors import FleetRefitFailed, FleetRefitRefused, RefitdError
+from refit_trainer.errors import DaemonRestarted, FleetRefitFailed, FleetRefitRefused, RefitdError
 from refit_trainer.fleet.policy import OnFailure, Phase, Verdict, verdict
 from refit_trainer.refits import CommitOptions
 
@@ -109,7 +110,7 @@ class FleetRefit:
 
     async def abort(self, error: BaseException) -> None:
         """All that are still in it; nothing where nothing was begun."""
-        await asyncio.gather(*(refit.abort(error) for refit in self._in.values()))
+        await asyncio.gather(*(_abort(refit, error) for refit in self._in.values()))
         self._in.clear()
 
     async def _publish(self) -> FleetReport:
@@ -159,12 +160,12 @@ class FleetRefit:
             case Verdict.LEAVE_OUT:
                 for endpoint, error in failed.items():
                     self.left_out[endpoint] = error
-                    await self._in.pop(endpoint).abort(error)
+                    await _abort(self._in.pop(endpoint), error)
 
     async def _abort_each(self, failed: Mapping[str, RefitdError]) -> None:
         """The failed ones for their own reason, the others for the first."""
         first = next(iter(failed.values()))
-        await asyncio.gather(*(refit.abort(failed.get(name, first)) for name, refit in self._in.items()))
+        await asyncio.gather(*(_abort(refit, failed.get(name, first)) for name, refit in self._in.items()))
         self._in.clear()
 
     def _restorable(self, validated: RefitValidated) -> RefitValidated:
@@ -175,3 +176,9 @@ class FleetRefit:
                 fault=Fault.CLIENT,
             )
         return validated
+
+
+async def _abort(refit: DaemonRefit, error: BaseException) -> None:
+    # The fleet sees a restart by the version that is served afterwards.
+    with contextlib.suppress(DaemonRestarted):
+        await refit.abort(error)
