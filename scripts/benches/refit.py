@@ -48,7 +48,7 @@ def measure() -> Iterator[Figure]:
 def _speed(directory: Path) -> Iterator[Figure]:
     config = Qwen3Config(**ONE_GIGABYTE, architectures=["Qwen3ForCausalLM"])
     config.save_pretrained(directory / "large")
-    model = _unwritten_model(config)
+    model = unwritten_model(config)
     options = ("engine.load_format=dummy", "engine.tokenizer=false")
     with running_daemon(directory / "large", directory / "run-large", *options) as process, process.connect() as daemon:
         share_parameters(model)
@@ -61,7 +61,7 @@ def _speed(directory: Path) -> Iterator[Figure]:
             "inplace": lambda: daemon.refit(model),
             "bucket": lambda: daemon.refit(iter(tensors.items())),
         }
-        seconds = _interleaved(ways)
+        seconds = interleaved(ways)
         report = daemon.refit(model)
     memcpy = seconds["memcpy"]
     yield Figure("memcpy", memcpy * 1e3, "ms")
@@ -100,7 +100,7 @@ def _usage(process: DaemonProcess) -> tuple[int, int]:
     return sum(p.memory_info().rss for p in processes), sum(p.num_fds() for p in processes)
 
 
-def _unwritten_model(config: Qwen3Config) -> PreTrainedModel:
+def unwritten_model(config: Qwen3Config) -> PreTrainedModel:
     """Skips transformers' initialisation, which takes longer than everything measured here."""
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config).to(torch.bfloat16)
@@ -111,7 +111,7 @@ def _unwritten_model(config: Qwen3Config) -> PreTrainedModel:
     return model
 
 
-def _interleaved(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
+def interleaved(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Median seconds of each way; one round of all after another, so that noise hits all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for way in ways.values():

@@ -212,6 +212,31 @@ def test_a_trainer_killed_between_two_phases_changes_nothing(
     assert answers(trio) == before
 
 
+def test_a_trainer_killed_after_its_decision_leaves_whole_versions(
+    trio: Trio, fleet: Fleet, shared: PreTrainedModel
+) -> None:
+    """One daemon had been told to publish, the others put their weights back. No batch mixes the two, and the next
+    trainer sees who is behind and mends it.
+    """
+    fleet.acquire_writer(takeover=True)
+    load_seed(shared, 0)
+    old = fleet.refit(shared).version
+    before = answers(trio)
+    assert start_dying_trainer(trio.endpoints, 1, "published by one").wait(120) == -signal.SIGKILL
+    for process in trio.processes:
+        with process.connect() as daemon:
+            wait_until_restored(daemon)
+    status = fleet.status()
+    assert status.version == old + 1
+    assert len(status.serving) == 1
+    assert sorted(answer[3] for answer in answers(trio)) == [old, old, old + 1]
+    assert all(answer == before[0] for answer in answers(trio) if answer[3] == old)
+    assert {sample.version for sample in fleet.generate(PROMPTS, GREEDY)} == {old + 1}
+    fleet.acquire_writer(takeover=True)
+    assert len(fleet.refit(shared).reports) == 3
+    assert len({str(answer) for answer in answers(trio)}) == 1
+
+
 def test_partial_refit_is_not_given_to_one_that_is_behind(trio: Trio, fleet: Fleet, shared: PreTrainedModel) -> None:
     """It would serve a mixture; it is left out, and the next full refit brings it back."""
     fleet.acquire_writer(takeover=True)

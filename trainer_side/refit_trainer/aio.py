@@ -71,7 +71,8 @@ class ConnectOptions(TypedDict, total=False):
     """`lease_seconds`: how long the daemon keeps a session that gives no sign of life. `plan`: for in-place sources.
 
     `request_seconds` bounds later calls that have no bound of their own, by default as `connect` is bounded.
-    `patience_seconds`: how long streams wait for a lost connection, by default as long as the daemon keeps the session.
+    `patience_seconds`: how long streams and calls wait for a lost connection; by default streams as long as the daemon
+    keeps the session, and calls to their own bound.
     `bucket_bytes` is the size of each of the two staging buckets, 64 MiB by default.
     """
 

@@ -295,7 +295,7 @@ class Connection:
     async def _ready_link(self, command: Request) -> Link:
         if os.getpid() != self._pid:
             raise UsedAfterFork(f"this client belongs to process {self._pid}: connect anew in the child")
-        await self._up.wait()
+        await self._until_up()
         if self._end is not None:
             raise self._end
         if self._untold_restart is not None and not isinstance(command, GetStatus):
@@ -303,6 +303,15 @@ class Connection:
             raise restarted
         assert self._link is not None, "up means that there is a link"
         return self._link
+
+    async def _until_up(self) -> None:
+        patience_seconds = self._options.patience_seconds
+        try:
+            async with asyncio.timeout(patience_seconds):
+                await self._up.wait()
+        except TimeoutError:
+            assert patience_seconds is not None, "nothing else expires here"
+            raise self._unreachable(patience_seconds) from None
 
     async def _ask(self, link: Link, command: Request, expected: type[_Fact], blobs: Sequence[Frame] = ()) -> _Fact:
         request, answer = self._inbox.expect_answer()

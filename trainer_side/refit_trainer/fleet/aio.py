@@ -41,7 +41,7 @@ _OWN_OPTIONS = frozenset({"groups", "allow_mixed_versions"})
 class FleetOptions(TypedDict, total=False):
     """`on_failure`: what a refit does when a daemon fails in it, "leave_out" by default; see `docs/fleet.md`.
 
-    `patience_seconds` (1): how long tokens wait for a lost connection before they are asked for elsewhere.
+    `patience_seconds` (2): how long a lost connection is waited for before its daemon counts as down.
     `probe_seconds` (2): how long a daemon may take to say how it is before it counts as down. `curve`: by endpoint.
     `bucket_bytes` is the size of each of the two staging buckets that all daemons read, 64 MiB by default.
     """
@@ -87,7 +87,7 @@ class AsyncFleet:
         connecting: ConnectOptions = {
             "client": options.get("client", "refit_trainer fleet"),
             "lease_seconds": options.get("lease_seconds"),
-            "patience_seconds": options.get("patience_seconds", 1.0),
+            "patience_seconds": options.get("patience_seconds", 2.0),
         }
         fleet = cls(Members(endpoints, connecting, options.get("curve", {})), options)
         answers = await fleet._members.look(timeout_seconds)

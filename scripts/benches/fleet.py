@@ -1,0 +1,78 @@
+"""A refit of three daemons against one, and against what the memory of this machine allows, in the same run."""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from scripts.benches.figures import Figure, at_most
+from scripts.benches.refit import ONE_GIGABYTE, interleaved, unwritten_model
+from tests.daemon_process import start_daemon
+from transformers import PreTrainedModel, Qwen3Config
+
+from refit_trainer import Fleet, share_parameters
+
+DAEMONS = 3
+# Three engines, their KV caches and the trainer have to fit a small machine.
+HALF_A_GIGABYTE = {**ONE_GIGABYTE, "num_hidden_layers": 2}
+SETTINGS = ("engine.load_format=dummy", "engine.tokenizer=false", "engine.max_num_seqs=4")
+
+
+def measure() -> Iterator[Figure]:
+    """Starts three engines at once; about two minutes on two cores."""
+    config = Qwen3Config(**HALF_A_GIGABYTE, architectures=["Qwen3ForCausalLM"])
+    model = share_parameters(unwritten_model(config))
+    with tempfile.TemporaryDirectory(prefix="refitd-bench-") as name, ExitStack() as stack:
+        directory = Path(name)
+        config.save_pretrained(directory / "model")
+        daemons = [start_daemon(directory / "model", directory / str(n), *SETTINGS) for n in range(DAEMONS)]
+        for daemon in daemons:
+            stack.callback(daemon.stop)
+        for daemon in daemons:
+            daemon.wait_ready()
+        endpoints = [daemon.endpoint for daemon in daemons]
+        yield from _figures(_seconds(model, endpoints), sum(parameter.nbytes for parameter in model.parameters()))
+
+
+def _seconds(model: PreTrainedModel, endpoints: list[str]) -> dict[str, float]:
+    """Median of each way; one round of all after another, so that noise hits all alike."""
+    source = torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
+    targets = [torch.empty_like(source) for _ in range(DAEMONS)]
+    with ThreadPoolExecutor(DAEMONS) as threads, Fleet.connect(endpoints) as fleet:
+        ways: dict[str, Callable[[], object]] = {
+            "memcpy": lambda: _copy(source, targets[0]),
+            "memcpy_three": lambda: [*threads.map(lambda target: _copy(source, target), targets)],
+            "single": lambda: _refit_of_one(fleet, model, endpoints),
+            "three": lambda: fleet.refit(model),
+        }
+        return interleaved(ways)
+
+
+def _figures(seconds: dict[str, float], total_bytes: int) -> Iterator[Figure]:
+    yield Figure("refit_bytes", total_bytes, "bytes")
+    yield Figure("memcpy", seconds["memcpy"] * 1e3, "ms")
+    yield Figure("single", seconds["single"] * 1e3, "ms", seconds["single"] / seconds["memcpy"])
+    ratio = seconds["three"] / seconds["single"]
+    yield at_most("fleet3_vs_single", seconds["three"] * 1e3, "ms", 1.3, ratio=ratio)
+    # The two that say what the machine has to do with it: three copies share one memory and two cores here.
+    yield Figure("fleet3_vs_single_per_byte", seconds["three"] / DAEMONS * 1e3, "ms", ratio / DAEMONS)
+    copies = seconds["memcpy_three"] / seconds["memcpy"]
+    yield Figure("memcpy3_vs_memcpy", seconds["memcpy_three"] * 1e3, "ms", copies)
+    yield Figure("fleet3_vs_memcpy3", seconds["three"] * 1e3, "ms", seconds["three"] / seconds["memcpy_three"])
+
+
+def _refit_of_one(fleet: Fleet, model: PreTrainedModel, endpoints: list[str]) -> None:
+    for endpoint in endpoints[1:]:
+        fleet.leave_out(endpoint)
+    fleet.refit(model)
+    for endpoint in endpoints[1:]:
+        fleet.take_in(endpoint)
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
