@@ -64,7 +64,7 @@ def opened(daemon: Daemon, writer: RawClient, model: PreTrainedModel) -> tuple[i
 def wait_until_restored(daemon: Daemon) -> None:
     """Every look is a round trip; the test's own timeout bounds it."""
     while (state := daemon.status().state) is not EngineState.READY:
-        assert state in (EngineState.REFITTING, EngineState.TORN)
+        assert state in (EngineState.REFITTING, EngineState.RESTORING)
 
 
 # --- the dry run ------------------------------------------------------------------------------------------------------

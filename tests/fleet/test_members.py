@@ -29,6 +29,7 @@ def test_judgements(status: Status) -> None:
 
     assert state(3) is MemberState.SERVING
     assert state(3, EngineState.REFITTING) is MemberState.SERVING
+    assert state(3, EngineState.RESTORING) is MemberState.SERVING
     assert state(4) is MemberState.BEHIND
     assert state(3, left_out=True) is MemberState.LEFT_OUT
     for engine in (EngineState.TORN, EngineState.ASLEEP, EngineState.LOADING, EngineState.DRAINING, EngineState.DEAD):

@@ -404,6 +404,20 @@ def test_generation_on_an_expired_session_opens_a_new_one(peer: Peer, client: Da
     assert list(samples) == []
 
 
+def test_gone_daemon_ends_calls_and_streams_with_our_patience(tmp_path: Path) -> None:
+    """Whoever has other daemons to go to does not wait out the lease, nor the bound of a slow call."""
+    peer = Peer(endpoint_in(tmp_path))
+    with running(peer), Daemon.connect(peer.endpoint, patience_seconds=0.2, timeout_seconds=60.0) as client:
+        stream = client.stream([[1, 2]])
+        peer.next(Generate)
+        peer.stop()
+        with pytest.raises(DaemonUnreachable, match=r"0\.2 s"):
+            list(stream)
+        with pytest.raises(DaemonUnreachable, match=r"0\.2 s"):
+            client.manifest()
+        peer.start()
+
+
 def test_gone_daemon_ends_streams_with_the_lease(tmp_path: Path) -> None:
     """A stream waits for a reconnect only as long as its session can be alive."""
     peer = Peer(endpoint_in(tmp_path), lease_seconds=0.3)

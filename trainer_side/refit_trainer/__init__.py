@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Alternatives",
     "AsyncDaemon",
-    "BroadcastGroup",
     "AsyncFleet",
+    "BroadcastGroup",
     "ClientClosed",
     "CurveKeys",
     "DType",

@@ -327,7 +327,7 @@ def _check_local(endpoint: str) -> None:
     if socket_path(endpoint) is None:
         raise NotShareable(
             f"{endpoint} may be another machine, which cannot map this one's memory: refit it from a collective "
-            "source, and leave_out() it here"
+            "source (BroadcastGroup), and leave_out() it here"
         )
 
 

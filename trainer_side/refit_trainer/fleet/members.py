@@ -17,7 +17,7 @@ from refit_trainer.errors import DaemonRestarted, DaemonUnreachable, NoMember, R
 from refit_trainer.link import CurveKeys
 
 # In these a daemon takes requests, at once or when its refit has ended.
-SERVABLE = frozenset({EngineState.READY, EngineState.REFITTING})
+SERVABLE = frozenset({EngineState.READY, EngineState.REFITTING, EngineState.RESTORING})
 # A daemon that comes later than this is reached at the next look.
 OPENING_SECONDS = 86_400.0
 REQUEST_SECONDS = 10.0
@@ -117,11 +117,12 @@ class Member:
             raise DaemonUnreachable(f"no answer within {timeout_seconds:g} s: {why}") from None
 
     async def close(self) -> None:
-        if self._opening is not None:
-            self._opening.cancel()
-            await asyncio.gather(self._opening, return_exceptions=True)
-        if self._daemon is not None:
-            await self._daemon.close()
+        if self._opening is None:
+            return
+        self._opening.cancel()
+        (opened,) = await asyncio.gather(self._opening, return_exceptions=True)
+        if isinstance(opened, AsyncDaemon):
+            await opened.close()
 
     async def _opened(self) -> AsyncDaemon:
         if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
