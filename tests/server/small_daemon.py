@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import zmq
 
 from refit_protocol.messages import (
     AcknowledgeGeneration,
@@ -39,7 +40,7 @@ from refit_protocol.states import EngineEvent
 from refit_protocol.tensors import DType
 from refitd.adapters import Adapters
 from refitd.config import Config
-from refitd.endpoint import EndpointLock
+from refitd.endpoint import EndpointLock, TcpEndpoint
 from refitd.engine import EngineInfo
 from refitd.gate import Gate
 from refitd.generation import Generation
@@ -128,14 +129,15 @@ class ScriptedEngine:
 class SmallDaemon:
     """Everything behind the socket that needs no vLLM; its loop runs in a thread."""
 
-    def __init__(self, directory: Path, **server_settings: Any) -> None:
-        self.endpoint = f"ipc://{directory}/s"
+    def __init__(self, directory: Path, *, tcp: bool = False, **server_settings: Any) -> None:
+        self.endpoint = "tcp://127.0.0.1:*" if tcp else f"ipc://{directory}/s"
         self.config = Config(model="scripted", endpoint=self.endpoint, server=server_settings)
         self.loop = asyncio.new_event_loop()
         self.digest_may_go_on = asyncio.Event()
         self.digests_begun = 0
         self.ended: dict[str, str] = {}
-        self._lock = EndpointLock(directory / "s", self.config.server)
+        self._local = not tcp
+        self._lock = TcpEndpoint() if tcp else EndpointLock(directory / "s", self.config.server)
 
     def in_loop(self, work: Callable[[], _Result]) -> _Result:
         """Runs `work` between two turns of the loop."""
@@ -166,7 +168,7 @@ class SmallDaemon:
         self.gate = Gate(config.refit.gate_wait_seconds, config.refit.max_waiting_requests)
         self.gate.step(EngineEvent.LOAD_STARTED)
         self.gate.step(EngineEvent.LOADED)
-        self.sessions = Sessions(config.server, EPOCH)
+        self.sessions = Sessions(config.server, EPOCH, local=self._local)
         self.sessions.model = MODEL
         self.writer = Writer(EPOCH)
         adapters = Adapters(config, self.engine, self.gate)  # type: ignore[arg-type]
@@ -174,6 +176,7 @@ class SmallDaemon:
         self.server = self._build_server()
         self.sessions.on_close = [self.generation.session_closed, self._session_closed]
         self.server.bind(self.endpoint)
+        self.endpoint = self.server._socket.get_string(zmq.LAST_ENDPOINT)
         self._lock.admit_group()
         expiry = asyncio.create_task(self.sessions.expire())
         started.set()
@@ -266,10 +269,10 @@ _MANIFEST = Manifest(
 
 
 @contextmanager
-def small_daemon(directory: Path, **server_settings: Any) -> Iterator[SmallDaemon]:
+def small_daemon(directory: Path, *, tcp: bool = False, **server_settings: Any) -> Iterator[SmallDaemon]:
     """`server_settings` are those of the configuration's `server` section."""
     directory.chmod(0o700)
-    daemon = SmallDaemon(directory, **server_settings)
+    daemon = SmallDaemon(directory, tcp=tcp, **server_settings)
     started, stop = threading.Event(), asyncio.Event()
     thread = threading.Thread(target=lambda: daemon.loop.run_until_complete(daemon.run(started, stop)))
     thread.start()
