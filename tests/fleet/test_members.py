@@ -77,7 +77,7 @@ def test_asynchronous_face(small_daemons: list[SmallDaemon]) -> None:
     """The same on the caller's own loop."""
 
     async def scene() -> list[MemberState]:
-        async with await AsyncFleet.connect([daemon.endpoint for daemon in small_daemons]) as fleet:
+        async with AsyncFleet.connect([daemon.endpoint for daemon in small_daemons]) as fleet:
             return [member.state for member in (await fleet.status()).members]
 
     assert asyncio.run(scene()) == [MemberState.SERVING] * 3

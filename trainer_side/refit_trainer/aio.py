@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, TypeVar, Unpack
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, Self, TypedDict, TypeVar, Unpack
 
 from refit_protocol.digest import DigestMode
 from refit_protocol.endpoint import default_endpoint, socket_path
@@ -46,6 +46,7 @@ from refit_trainer.connection import Connection, ConnectionOptions
 from refit_trainer.daemon_refit import DaemonRefit
 from refit_trainer.inbox import Mailbox
 from refit_trainer.link import CurveKeys
+from refit_trainer.opening import Opening
 from refit_trainer.prompts import GenerateOptions, Prompt, deadline_of, generate_command
 from refit_trainer.refits import CommitOptions, RefitOptions, refit_in_place, reload, restore, split_options
 from refit_trainer.replies import AsyncReplies, Item
@@ -99,13 +100,14 @@ class AsyncDaemon:
     @classmethod
     def connect(
         cls, endpoint: str | None = None, timeout_seconds: float = 10.0, **options: Unpack[ConnectOptions]
-    ) -> Connecting:
+    ) -> Opening[AsyncDaemon]:
         """To be awaited, or entered by `async with`. Raises `DaemonUnreachable` after `timeout_seconds`.
 
         `endpoint` None is `$REFITD_ENDPOINT`, else the socket in this user's runtime directory. `timeout_seconds` also
         bounds every later call that has no bound of its own.
         """
-        return Connecting(endpoint or default_endpoint(os.environ, os.getuid()), timeout_seconds, options)
+        where = endpoint or default_endpoint(os.environ, os.getuid())
+        return Opening(lambda: _open(where, timeout_seconds, options))
 
     @property
     def welcome(self) -> Welcome:
@@ -328,40 +330,19 @@ class AsyncDaemon:
         return AsyncReplies(self.connection, start, convert, deadline_of(command))
 
 
-class Connecting:
-    """A session being opened: `await` it, or enter it by `async with`."""
-
-    def __init__(self, endpoint: str, timeout_seconds: float, options: ConnectOptions) -> None:
-        self._endpoint = endpoint
-        self._timeout_seconds = timeout_seconds
-        self._options = options
-        self._daemon: AsyncDaemon | None = None
-
-    def __await__(self) -> Generator[Any, None, AsyncDaemon]:
-        return self._open().__await__()
-
-    async def __aenter__(self) -> AsyncDaemon:
-        self._daemon = await self._open()
-        return self._daemon
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._daemon is not None:
-            await self._daemon.close()
-
-    async def _open(self) -> AsyncDaemon:
-        socket_path(self._endpoint)
-        connection = Connection(
-            ConnectionOptions(
-                endpoint=self._endpoint,
-                client=self._options.get("client", "refit_trainer"),
-                lease_seconds=self._options.get("lease_seconds"),
-                patience_seconds=self._options.get("patience_seconds"),
-                curve=self._options.get("curve"),
-            )
+async def _open(endpoint: str, timeout_seconds: float, options: ConnectOptions) -> AsyncDaemon:
+    socket_path(endpoint)
+    connection = Connection(
+        ConnectionOptions(
+            endpoint=endpoint,
+            client=options.get("client", "refit_trainer"),
+            lease_seconds=options.get("lease_seconds"),
+            patience_seconds=options.get("patience_seconds"),
+            curve=options.get("curve"),
         )
-        await connection.open(self._timeout_seconds)
-        request_seconds = self._options.get("request_seconds", self._timeout_seconds)
-        return AsyncDaemon(connection, request_seconds, self._options)
+    )
+    await connection.open(timeout_seconds)
+    return AsyncDaemon(connection, options.get("request_seconds", timeout_seconds), options)
 
 
 def same(delta: Delta) -> Delta:

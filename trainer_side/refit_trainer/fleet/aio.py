@@ -21,6 +21,7 @@ from refit_trainer.fleet.refits import FleetRefit, FleetReport
 from refit_trainer.fleet.turns import Turns
 from refit_trainer.inbox import Mailbox
 from refit_trainer.link import CurveKeys
+from refit_trainer.opening import Opening
 from refit_trainer.prompts import GenerateOptions, Prompt, deadline_of, generate_command
 from refit_trainer.refits import CommitOptions, RefitOptions, split_options
 from refit_trainer.replies import AsyncReplies, Item
@@ -78,25 +79,22 @@ class AsyncFleet:
         self.batches = Batches(members, self._turns, self._probe_seconds)
 
     @classmethod
-    async def connect(
+    def connect(
         cls, endpoints: Sequence[str], timeout_seconds: float = 10.0, **options: Unpack[FleetOptions]
-    ) -> Self:
-        """Opens a session with each that answers; raises `NoMember` if none does within `timeout_seconds`."""
-        for endpoint in endpoints:
-            socket_path(endpoint)
-        connecting: ConnectOptions = {
-            "client": options.get("client", "refit_trainer fleet"),
-            "lease_seconds": options.get("lease_seconds"),
-            "patience_seconds": options.get("patience_seconds", 2.0),
-        }
-        fleet = cls(Members(endpoints, connecting, options.get("curve", {})), options)
-        answers = await fleet._members.look(timeout_seconds)
+    ) -> Opening[AsyncFleet]:
+        """To be awaited, or entered by `async with`: opens a session with each daemon that answers.
+
+        Raises `NoMember` if none does within `timeout_seconds`.
+        """
+        return Opening(lambda: _open(endpoints, timeout_seconds, options))
+
+    async def join(self, timeout_seconds: float) -> None:
+        """Waits for the daemons, and for no one longer; raises `NoMember` where none is there."""
+        answers = await self._members.look(timeout_seconds)
         if all(isinstance(answer, RefitdError) for answer in answers.values()):
-            await fleet.close()
             reasons = "; ".join(f"{endpoint}: {answer}" for endpoint, answer in answers.items())
             raise NoMember(f"no daemon of the fleet answers: {reasons}")
-        fleet._members.version = newest(answers.values()) or 0
-        return fleet
+        self._members.version = newest(answers.values()) or 0
 
     @property
     def version(self) -> int:
@@ -306,6 +304,23 @@ class AsyncFleet:
             return await self.batches.start(order, mailbox)
 
         return AsyncReplies(self.batches, start, convert, order.options["deadline_seconds"])
+
+
+async def _open(endpoints: Sequence[str], timeout_seconds: float, options: FleetOptions) -> AsyncFleet:
+    for endpoint in endpoints:
+        socket_path(endpoint)
+    connecting: ConnectOptions = {
+        "client": options.get("client", "refit_trainer fleet"),
+        "lease_seconds": options.get("lease_seconds"),
+        "patience_seconds": options.get("patience_seconds", 2.0),
+    }
+    fleet = AsyncFleet(Members(endpoints, connecting, options.get("curve", {})), options)
+    try:
+        await fleet.join(timeout_seconds)
+    except BaseException:
+        await fleet.close()
+        raise
+    return fleet
 
 
 def order_of(

@@ -37,7 +37,7 @@ class Fleet:
         """Opens a session with each daemon that answers; see `AsyncFleet.connect`."""
         thread = LoopThread()
         try:
-            return cls(thread, thread.call(AsyncFleet.connect(endpoints, timeout_seconds, **options)))
+            return cls(thread, thread.call(_connected(endpoints, timeout_seconds, options)))
         except BaseException:
             thread.stop()
             raise
@@ -113,3 +113,7 @@ class Fleet:
         number = self._thread.call(self._fleet.batches.start(order, mailbox))
         generation = (self._fleet.batches, number, mailbox)
         return Replies(generation, self._thread.loop, convert, order.options["deadline_seconds"])
+
+
+async def _connected(endpoints: Sequence[str], timeout_seconds: float, options: FleetOptions) -> AsyncFleet:
+    return await AsyncFleet.connect(endpoints, timeout_seconds, **options)
