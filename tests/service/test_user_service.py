@@ -1,4 +1,4 @@
-"""`scripts/install-service --user` under a real user manager: a service of a login, without root's help or a sandbox."""
+"""`scripts/install-service --user` under a real user manager: a service of a login, with no root and no sandbox."""
 
 from __future__ import annotations
 
