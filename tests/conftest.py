@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from refit_protocol.messages import Status
 from refit_trainer import Daemon, Sampling, share_parameters
 from tests.daemon_process import DaemonProcess, running_daemon
 from tests.tiny_tokenizer import EOS_TOKEN_IDS, build_tokenizer
@@ -36,8 +37,8 @@ def model_path(short_directory: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def daemon_process(model_path: Path, short_directory: Path) -> Iterator[DaemonProcess]:
-    """The session's one daemon."""
+def started_daemon(model_path: Path, short_directory: Path) -> Iterator[tuple[DaemonProcess, list[Status]]]:
+    """The session's one daemon, and what it said of itself while it loaded."""
     with running_daemon(
         model_path,
         short_directory / "run",
@@ -45,8 +46,16 @@ def daemon_process(model_path: Path, short_directory: Path) -> Iterator[DaemonPr
         "http.enabled=true",
         "http.tool_call_parser=hermes",
         "server.lease_seconds=20",
+        "defer_load=true",
+        wait=False,
     ) as process:
-        yield process
+        yield process, process.load_and_watch()
+
+
+@pytest.fixture(scope="session")
+def daemon_process(started_daemon: tuple[DaemonProcess, list[Status]]) -> DaemonProcess:
+    """The session's one daemon."""
+    return started_daemon[0]
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,6 +49,23 @@ class DaemonProcess:
     def engine_pids(self) -> list[int]:
         """All living descendants of the daemon."""
         return descendants(self.process.pid)
+
+    def load_and_watch(self) -> list[Status]:
+        """Has a deferred load done; what the status said meanwhile, each time that it said something new."""
+        seen: list[Status] = []
+        with self._connect_early() as watching, self._connect_early() as asking:
+            loading = threading.Thread(target=asking.load_model)
+            loading.start()
+            while loading.is_alive():
+                loading.join(0.02)
+                status = watching.status()
+                if not seen or (status.load_phase, status.progress) != (seen[-1].load_phase, seen[-1].progress):
+                    seen.append(status)
+        return seen
+
+    def _connect_early(self) -> Daemon:
+        """Also before it listens."""
+        return self.connect(timeout_seconds=START_SECONDS)
 
     def wait_ready(self) -> None:
         """Raises AssertionError with the log when it ends or takes too long."""

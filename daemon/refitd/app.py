@@ -50,7 +50,7 @@ from refit_protocol.messages import (
     WakeUp,
 )
 from refit_protocol.states import EngineEvent, EngineState
-from refitd import __version__, orphans, parent_death
+from refitd import __version__, load_progress, orphans, parent_death
 from refitd import log as logging_setup
 from refitd.adapters import Adapters
 from refitd.commit import Commit
@@ -67,6 +67,7 @@ from refitd.notify import Notifier, extending
 from refitd.observe import observe
 from refitd.power import Power
 from refitd.refit import Refit
+from refitd.room import room_problem
 from refitd.sampler import LoggerMetricsSampler, read_vllm_figures
 from refitd.server import Server
 from refitd.sessions import Sessions
@@ -114,7 +115,9 @@ def serve(config: Config, environment: MutableMapping[str, str], reload: Reload,
     try:
         _settle_orphans(config, environment, replace=replace)
         reserved = reserve_socket(config.http.host, config.http.port) if config.http.enabled else None
-        return uvloop.run(App(config, lock, reserved, Notifier(environment), reload).run())
+        app = App(config, lock, reserved, Notifier(environment), reload)
+        app.lifecycle.room_problem = lambda: room_problem(config, environment)
+        return uvloop.run(app.run())
     except (EndpointError, HttpBindError) as error:
         log.error(str(error))
         return ExitCode.CONFIGURATION
@@ -135,6 +138,7 @@ def _settle_orphans(config: Config, environment: MutableMapping[str, str], *, re
     if left := orphans.end(found):
         raise StartupError(f"could not end {', '.join(str(orphan) for orphan in left)}")
     orphans.mark(environment, config.runtime_directory, gpus)
+    load_progress.prepare(environment, config.runtime_directory)
 
 
 def raise_descriptor_limit() -> None:
@@ -162,6 +166,7 @@ class App:
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
         self._death: BaseException | None = None
+        self._load_failure: Exception | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self.gate = Gate(config.refit.gate_wait_seconds, config.refit.max_waiting_requests)
         self.engine = Engine(config)
@@ -256,9 +261,16 @@ class App:
         self.engine.on_death = self._engine_died
         self.adapters.on_change = self._serve_adapters
         self.lifecycle.on_loaded = [self._model_loaded]
+        self.lifecycle.read_progress = lambda: load_progress.read(self._config.runtime_directory)
+        if self._config.defer_load:
+            self.lifecycle.on_failed = self._load_failed
         self.lifecycle.generated_tokens = lambda: self.generation.generated_tokens
         self.gate.on_change = lambda _state: self._say_status()
         observe(self.metrics, self)
+
+    def _load_failed(self, error: Exception) -> None:
+        self._load_failure = error
+        self._stop.set()
 
     async def _abort_requests(self, error: ErrorCode | None) -> None:
         await self.generation.abort_all(error)
@@ -280,6 +292,7 @@ class App:
         self.lifecycle.sampler = sampler
         self.metrics.model_loaded(info.model.name, __version__, info.vllm_version, info.load_seconds)
         orphans.record(self._config.runtime_directory, info.devices)
+        load_progress.forget(self._config.runtime_directory)
 
     # --- running ------------------------------------------------------------------------------------------------------
 
@@ -305,6 +318,8 @@ class App:
         self._notifier.ready(self._status_text())
         log.info("ready", state=self.gate.state.value)
         await self._stop.wait()
+        if self._load_failure is not None:
+            raise self._load_failure
         if self._death is None:
             await self._drain()
 
@@ -426,6 +441,8 @@ class App:
         self._notifier.status(self._status_text())
 
     def _status_text(self) -> str:
+        if self.gate.state is EngineState.LOADING:
+            return f"{self._config.model}: {self.lifecycle.load_phase}, {self.lifecycle.progress:.0%} of the weights"
         return (
             f"{self._config.model}: {self.gate.state.value}, version {self.gate.version}, "
             f"{self.gate.running} running, {len(self.sessions)} sessions"

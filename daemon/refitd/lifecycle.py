@@ -16,6 +16,7 @@ from refit_protocol.messages import (
     GetManifest,
     GetStatus,
     LoadModel,
+    LoadPhase,
     LoggerMetrics,
     Manifest,
     ModelLoaded,
@@ -24,11 +25,12 @@ from refit_protocol.messages import (
     SleepTag,
     Status,
 )
-from refit_protocol.states import ASLEEP, EngineEvent
+from refit_protocol.states import ASLEEP, EngineEvent, EngineState
 from refitd import __version__
 from refitd.adapters import Adapters
 from refitd.commit import Commit
-from refitd.engine import Engine, EngineInfo
+from refitd.config import ConfigError
+from refitd.engine import Engine, EngineInfo, StartupError
 from refitd.gate import Gate
 from refitd.refit import Refit
 from refitd.sampler import LoggerMetricsSampler
@@ -63,6 +65,9 @@ class Lifecycle:
         self.http_url: str | None = None
         self.generated_tokens: Callable[[], int] = lambda: 0
         self.on_loaded: list[Callable[[EngineInfo], Awaitable[None]]] = []
+        self.read_progress: Callable[[], float] = lambda: 0.0
+        self.room_problem: Callable[[], str | None] = lambda: None
+        self.on_failed: Callable[[Exception], None] = lambda _error: None
 
     # --- load ---------------------------------------------------------------------------------------------------------
 
@@ -75,11 +80,21 @@ class Lifecycle:
 
     async def load_model(self, call: Call) -> AsyncIterator[Answer]:
         assert isinstance(call.body, LoadModel)
-        info = await self.load()
+        try:
+            info = await self.load()
+        except (StartupError, ConfigError) as error:
+            raise ProtocolError(ErrorCode.ENGINE_ERROR, f"{error}; the daemon ends") from error
         yield Answer(ModelLoaded(model=info.model, load_seconds=info.load_seconds))
 
     async def _load_model(self) -> EngineInfo:
-        info = await self._engine.load()
+        try:
+            if problem := self.room_problem():
+                raise StartupError(problem)
+            info = await self._engine.load()
+        except (StartupError, ConfigError) as error:
+            # Half an engine cannot be tried again in the same process.
+            self.on_failed(error)
+            raise
         self._sessions.model = info.model
         await self._commit.begin_service()
         for hook in self.on_loaded:
@@ -89,6 +104,22 @@ class Lifecycle:
         return info
 
     # --- looking ------------------------------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> float:
+        """How much of the weights is loaded, 0 to 1."""
+        if self._gate.state is EngineState.LOADING and self._engine.info is None:
+            return self.read_progress()
+        return 0.0 if self._engine.info is None else 1.0
+
+    @property
+    def load_phase(self) -> LoadPhase | None:
+        """None unless a model is being loaded."""
+        if self._gate.state is not EngineState.LOADING:
+            return None
+        if self.progress == 0.0:
+            return "starting the engine"
+        return "loading weights" if self.progress < 1.0 else "warming up"
 
     def status(self, call: Call) -> Answer:
         assert isinstance(call.body, GetStatus)
@@ -108,7 +139,8 @@ class Lifecycle:
             digest_mode=self._commit.digest_mode,
             sleep_level=level,
             asleep_tags=msgspec.convert(tags, list[SleepTag]),
-            progress=1.0 if info is not None else 0.0,
+            progress=self.progress,
+            load_phase=self.load_phase,
             sessions=len(self._sessions),
             writer=None if writer is None else writer.client,
             running_requests=gate.running,

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+LFS_POINTER = b"version https://git-lfs"
 INDEX_PATTERN = "*.index.json"
 
 
@@ -26,10 +27,22 @@ def model_problem(directory: Path, *, weights: bool = True) -> str | None:
     return _weights_problem(directory) if weights else None
 
 
+def weight_bytes(directory: Path) -> int:
+    """Of the weights that a load reads; 0 for a model that is not here yet."""
+    files = list(directory.glob("*.safetensors")) or list(directory.glob("*.bin"))
+    return sum(file.stat().st_size for file in files)
+
+
 def _weights_problem(directory: Path) -> str | None:
     files = sorted(file for pattern in WEIGHT_PATTERNS for file in directory.glob(pattern))
     if empty := [file.name for file in files if file.stat().st_size == 0]:
         return f"model directory {directory}: {empty[0]} is empty: it was not copied whole"
+    # Others than these vLLM does not look at where there are any.
+    read = [file for file in files if file.suffix == ".safetensors"] or files
+    if pointers := [file.name for file in read if _is_pointer(file)]:
+        return f"model directory {directory}: {pointers[0]} only names a file of git-lfs: run git lfs pull there"
+    if cut := [file.name for file in read if _is_cut_off(file)]:
+        return f"model directory {directory}: {cut[0]} ends too early: it was not copied whole"
     sets = {index: _shards(index) for index in sorted(directory.glob(INDEX_PATTERN))}
     # Repositories hold the same weights in several formats, of which one is enough.
     if {file.name for file in files}.difference(*sets.values()):
@@ -47,6 +60,28 @@ def _shards_problem(index: Path, shards: set[str]) -> str | None:
     if not missing:
         return None
     return f"model directory {index.parent}: {len(missing)} of {len(shards)} weight files missing, {missing[0]} first"
+
+
+def _is_pointer(file: Path) -> bool:
+    with file.open("rb") as stream:
+        return stream.read(len(LFS_POINTER)) == LFS_POINTER
+
+
+def _is_cut_off(file: Path) -> bool:
+    """Safetensors say in front how long they are: eight bytes with the header's length, then tensors' ends in it."""
+    size_bytes = file.stat().st_size
+    if file.suffix != ".safetensors":
+        return False
+    with file.open("rb") as stream:
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        if header_bytes > size_bytes - 8:
+            return True
+        try:
+            header: Any = msgspec.json.decode(stream.read(header_bytes))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        except (msgspec.DecodeError, KeyError, IndexError, TypeError, AttributeError):
+            return True
+    return size_bytes < 8 + header_bytes + max(ends, default=0)
 
 
 def _shards(index: Path) -> set[str]:

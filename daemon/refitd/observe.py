@@ -38,7 +38,7 @@ def _snapshot(app: App) -> DaemonSnapshot:
     return DaemonSnapshot(
         state=app.gate.state,
         version=app.gate.version,
-        load_progress=1.0 if app.engine.info is not None else 0.0,
+        load_progress=app.lifecycle.progress,
         sessions=len(app.sessions),
         writers=0 if app.refit.writer.session is None else 1,
         sources=app.refit.sources,

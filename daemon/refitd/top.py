@@ -75,7 +75,7 @@ def status_view(status: Status) -> RenderableType:
     """One look, for `refitd status`."""
     parts: list[RenderableType] = [_facts(status)]
     if status.state is EngineState.LOADING:
-        parts.append(_bar("loading", status.progress))
+        parts.append(_load_bar(status))
     if status.last_refit is not None:
         parts.append(_refit_table([status.last_refit]))
     if status.last_error is not None:
@@ -90,9 +90,9 @@ def top_view(history: History, endpoint: str) -> RenderableType:
     status = history.now.status
     parts: list[RenderableType] = [_facts(status), _rate(history.tokens_per_second)]
     if status.state is EngineState.LOADING:
-        parts.append(_bar("loading", status.progress))
-    if status.state is EngineState.REFITTING:
-        parts.append(_bar("refitting", None))
+        parts.append(_load_bar(status))
+    if status.state in (EngineState.REFITTING, EngineState.RESTORING):
+        parts.append(_bar(status.state.value, None))
     if history.refits:
         parts.append(_refit_table(history.refits))
     if status.last_error is not None:
@@ -127,6 +127,12 @@ def _daemon_text(status: Status) -> str:
 def _rate(tokens_per_second: float | None) -> RenderableType:
     rate = "unknown" if tokens_per_second is None else f"{tokens_per_second:,.0f}/s"
     return Text(f"tokens    {rate}")
+
+
+def _load_bar(status: Status) -> RenderableType:
+    """What comes before and after the weights takes as long as it takes."""
+    counted = status.load_phase in (None, "loading weights")
+    return _bar(status.load_phase or "loading", status.progress if counted else None)
 
 
 def _bar(label: str, fraction: float | None) -> RenderableType:

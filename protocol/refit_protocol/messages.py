@@ -144,6 +144,9 @@ class LastError(Detail, frozen=True, kw_only=True):
     unix_seconds: float
 
 
+LoadPhase = Literal["starting the engine", "loading weights", "warming up"]
+
+
 class Status(Fact, frozen=True, kw_only=True):
     """What is true now. `digest` is of the weights that are served, as 16 hex digits, None while they are torn."""
 
@@ -172,6 +175,7 @@ class Status(Fact, frozen=True, kw_only=True):
     vllm_version: str | None = None
     devices: list[str] = []
     adapters: list[str] = []
+    load_phase: LoadPhase | None = None
 
 
 class GetManifest(Command, frozen=True, kw_only=True):

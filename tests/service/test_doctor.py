@@ -333,7 +333,7 @@ def test_model_directories(tmp_path: Path) -> None:
     """A directory with something missing is found before a load; a name is vLLM's affair."""
     assert places.check_model(str(tmp_path / "none")).verdict is FAIL
     (tmp_path / "config.json").touch()
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     assert places.check_model(str(tmp_path)).verdict is PASS
     assert places.check_model("Qwen/Qwen3-8B").verdict is PASS
 

@@ -10,6 +10,9 @@ import pytest
 
 from refitd.model_files import model_problem
 
+# A whole file of safetensors: the length of its header, and the header.
+NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
@@ -17,7 +20,7 @@ def model(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text("{}")
     shards = ["model-1-of-2.safetensors", "model-2-of-2.safetensors"]
     for shard in shards:
-        (tmp_path / shard).write_bytes(b"weights")
+        (tmp_path / shard).write_bytes(NO_TENSORS)
     weight_map = {f"layer.{number}": shard for number, shard in enumerate(shards)}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return tmp_path
@@ -32,6 +35,19 @@ def test_a_whole_model_has_no_problem(model: Path) -> None:
 
 def empty_shard(model: Path) -> None:
     (model / "model-1-of-2.safetensors").write_bytes(b"")
+
+
+def pointer_instead(model: Path) -> None:
+    (model / "model-1-of-2.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+
+
+def cut_off(model: Path) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+    (model / "model-2-of-2.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(15))
+
+
+def cut_off_in_its_header(model: Path) -> None:
+    (model / "model-2-of-2.safetensors").write_bytes((1 << 20).to_bytes(8, "little") + b'{"w": ')
 
 
 def no_weights(model: Path) -> None:
@@ -50,6 +66,9 @@ def break_index(model: Path) -> None:
         (lambda model: (model / "config.json").unlink(), "no config.json"),
         (lambda model: (model / "model-2-of-2.safetensors").unlink(), "1 of 2 weight files missing, model-2-of-2"),
         (empty_shard, "model-1-of-2.safetensors is empty"),
+        (pointer_instead, "model-1-of-2.safetensors only names a file of git-lfs"),
+        (cut_off, "model-2-of-2.safetensors ends too early"),
+        (cut_off_in_its_header, "model-2-of-2.safetensors ends too early"),
         (no_weights, "has no weights"),
         (break_index, "is no index of weights"),
         (lambda model: (model / "tokenizer.json").symlink_to(model / "gone"), "tokenizer.json cannot be read"),
@@ -70,7 +89,7 @@ def test_one_format_of_several_is_enough(model: Path) -> None:
     assert model_problem(model) is None
     (model / "model-2-of-2.safetensors").unlink()
     assert model_problem(model) is not None
-    (model / "consolidated.safetensors").write_bytes(b"weights")
+    (model / "consolidated.safetensors").write_bytes(NO_TENSORS)
     assert model_problem(model) is None
 
 

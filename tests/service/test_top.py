@@ -103,6 +103,15 @@ def test_loading_shows_a_bar() -> None:
     assert "not loaded" in shown
 
 
+def test_before_and_after_the_weights_the_phase_is_named() -> None:
+    """Nobody knows how long an engine starts or warms up: no number is made up for it."""
+    for phase in ("starting the engine", "warming up"):
+        loading = changed(STATUS, state=EngineState.LOADING, progress=1.0, load_phase=phase, last_refit=None)
+        shown = text_of(status_view(loading))
+        assert phase in shown
+        assert "%" not in shown
+
+
 def test_json_is_the_reply_itself() -> None:
     """Programs get every field of the status under its name on the wire."""
     parsed = json.loads(status_json(STATUS))

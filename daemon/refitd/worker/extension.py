@@ -29,6 +29,7 @@ from refitd.worker.cpu_patches import apply_cpu_patches
 from refitd.worker.digest import DigestReader
 from refitd.worker.keep import Keeper
 from refitd.worker.line import open_line
+from refitd.worker.loader_progress import watch_loader
 from refitd.worker.proof import prove_by_reload
 from refitd.worker.reload import Reload
 from refitd.worker.sources import InplaceSource, Segments
@@ -38,6 +39,7 @@ from refitd.worker.weights import EngineWeights
 KEEP_TIMEOUT_SECONDS = 60.0
 
 apply_cpu_patches()
+watch_loader()
 
 
 class _State:

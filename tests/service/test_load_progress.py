@@ -1,0 +1,74 @@
+"""How far a load is: told by the workers through files, since they answer no call meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from refit_protocol.errors import ErrorCode
+from refit_protocol.messages import Status
+from refit_protocol.states import EngineState
+from refit_trainer import RefitdError
+from refitd import load_progress
+from refitd.load_progress import PROGRESS_VARIABLE, ProgressFile
+from tests.daemon_process import DaemonProcess, ended, start_daemon
+
+STARTUP_EXIT = 3
+
+
+def test_a_load_begins_at_nothing_and_ends_at_one(tmp_path: Path) -> None:
+    """What an earlier run left does not count."""
+    (tmp_path / "load-progress.1").write_text("1.0000")
+    environment: dict[str, str] = {}
+    load_progress.prepare(environment, tmp_path)
+    assert environment == {PROGRESS_VARIABLE: str(tmp_path)}
+    assert load_progress.read(tmp_path) == 0.0
+    progress = ProgressFile(tmp_path, total_bytes=1000)
+    progress.add(250)
+    assert load_progress.read(tmp_path) == pytest.approx(0.25)
+    progress.add(10_000)
+    assert load_progress.read(tmp_path) < 1.0
+    progress.done()
+    assert load_progress.read(tmp_path) == 1.0
+    load_progress.forget(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_slowest_worker_counts(tmp_path: Path) -> None:
+    """And one in the middle of writing counts as having said nothing."""
+    (tmp_path / "load-progress.1").write_text("0.9000")
+    (tmp_path / "load-progress.2").write_text("0.3000")
+    assert load_progress.read(tmp_path) == pytest.approx(0.3)
+    (tmp_path / "load-progress.2").write_text("")
+    assert load_progress.read(tmp_path) == 0.0
+
+
+def test_a_file_that_cannot_be_written_does_not_hinder_the_load(tmp_path: Path) -> None:
+    progress = ProgressFile(tmp_path / "not-there", total_bytes=100)
+    progress.add(50)
+    progress.done()
+
+
+def test_a_deferred_load_is_watched_until_it_is_ready(started_daemon: tuple[DaemonProcess, list[Status]]) -> None:
+    """The status is answered all the while, its progress never goes back, and its phases come in their order."""
+    _, seen = started_daemon
+    progress = [status.progress for status in seen]
+    assert progress == sorted(progress)
+    phases = [status.load_phase for status in seen if status.state is EngineState.LOADING]
+    assert phases[0] == "starting the engine"
+    assert phases[-1] == "warming up"
+    assert (seen[-1].state, seen[-1].progress, seen[-1].load_phase) == (EngineState.READY, 1.0, None)
+
+
+def test_a_deferred_load_that_fails_says_why_and_ends_the_daemon(model_path: Path, short_directory: Path) -> None:
+    """Who asked for it gets the reason, and the supervisor the exit code of a start that failed."""
+    settings = ("defer_load=true", "engine.cpu_kv_cache_gib=1000000")
+    with ended(start_daemon(model_path, short_directory / "full", *settings)) as process:
+        with process.connect(timeout_seconds=60.0) as daemon:
+            assert daemon.status().state is EngineState.UNLOADED
+            with pytest.raises(RefitdError, match="lower engine") as refused:
+                daemon.load_model()
+            assert refused.value.code is ErrorCode.ENGINE_ERROR
+        assert process.process.wait(60) == STARTUP_EXIT
+        assert process.engine_pids() == []
