@@ -61,7 +61,7 @@ class DaemonProcess:
                 status = watching.status()
                 if not seen or (status.load_phase, status.progress) != (seen[-1].load_phase, seen[-1].progress):
                     seen.append(status)
-        return seen
+            return [*seen, watching.status()]
 
     def _connect_early(self) -> Daemon:
         """Also before it listens."""
