@@ -12,6 +12,7 @@ from collections import Counter
 import msgspec
 
 from refit_trainer import Daemon, RefitdError, Sampling
+from tests.server.raw_client import raw_client
 
 ENDPOINT = "ipc:///run/refitd/refitd.sock"
 PROMPT = [5, 60, 7, 400, 9]
@@ -52,6 +53,16 @@ def stream() -> None:
         say(msgspec.json.encode(ends).decode())
 
 
+def stall() -> None:
+    """Asks for much and reads nothing of it: `started`, and then silence until standard input ends."""
+    with raw_client(ENDPOINT, receive_queue=1) as client:
+        client.hello(pid=os.getpid())
+        client.generate(200, prompts=STREAMS)
+        client.receive()
+        say("started")
+        sys.stdin.read()
+
+
 def refusal_of_new_work(daemon: Daemon) -> str:
     try:
         daemon.generate_one(PROMPT, Sampling(max_tokens=1))
@@ -61,4 +72,4 @@ def refusal_of_new_work(daemon: Daemon) -> str:
 
 
 if __name__ == "__main__":
-    {"status": status, "work": work, "stream": stream}[sys.argv[1]]()
+    {"status": status, "work": work, "stream": stream, "stall": stall}[sys.argv[1]]()

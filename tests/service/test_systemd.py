@@ -98,6 +98,20 @@ def test_a_bad_configuration_is_not_tried_again(systemd: BootedSystemd, content:
     assert "Traceback" not in line
 
 
+def test_a_machine_that_is_too_full_is_given_up_after_a_few_starts(systemd: BootedSystemd, model_path: Path) -> None:
+    """Exit 3 with one line each time, no READY, no child: somebody may make room, but it is not tried for ever."""
+    service = Service(systemd, "refitd@full.service")
+    content = CONFIGURATION.format(model=model_path)
+    configure(systemd, "full", content.replace("cpu_kv_cache_gib = 1", "cpu_kv_cache_gib = 1000000"))
+    assert systemd.systemctl("start", service.unit, check=False).returncode != 0
+    wait_for(lambda: service.show("ActiveState") == "failed", "systemd to give up")
+    assert service.show("ExecMainStatus") == "3"
+    assert service.processes() == []
+    journal = service.journal()
+    assert journal.count("lower engine.cpu_kv_cache_gib") == int(service.show("NRestarts")) == 5
+    assert "Traceback" not in journal
+
+
 # --- with a real engine -----------------------------------------------------------------------------------------------
 
 
@@ -121,10 +135,8 @@ def test_status_says_what_is_served(running: Service) -> None:
 
 def test_stop_with_work_in_flight(running: Service) -> None:
     """New work is refused, each output that outlasts the drain is ended by name, the exit is clean and in time."""
-    client = subprocess.Popen(running.client("stream"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    client = started_client(running, "stream")
     try:
-        assert client.stdout is not None
-        assert client.stdout.readline().strip() == "started"
         running.systemd.systemctl("stop", "--no-block", running.unit)
         wait_for(lambda: "drain" in running.show("StatusText"), "the drain to begin")
         said, _ = client.communicate("\n", timeout=60)
@@ -140,6 +152,41 @@ def test_stop_with_work_in_flight(running: Service) -> None:
     wait_for(lambda: running.show("ActiveState") == "inactive", "the stop")
     assert (running.show("Result"), running.show("ExecMainStatus")) == ("success", "0")
     assert running.processes() == []
+
+
+def test_a_second_signal_ends_the_drain_whoever_does_not_read(running: Service) -> None:
+    """With ten minutes to drain and a client that does not read, all others are told, and it ends at once."""
+    settings = running.systemd.run("cat", "/etc/refitd/refitd.toml").stdout
+    configure(running.systemd, "refitd", settings.replace("drain_seconds = 3.0", "drain_seconds = 600.0"))
+    running.systemd.systemctl("reload", running.unit)
+    stalled, client = started_client(running, "stall"), started_client(running, "stream")
+    try:
+        running.systemd.systemctl("stop", "--no-block", running.unit)
+        wait_for(lambda: "drain" in running.show("StatusText"), "the drain to begin")
+        assert client.stdin is not None
+        assert client.stdout is not None
+        client.stdin.write("\n")
+        client.stdin.flush()
+        assert client.stdout.readline().strip() == "refused draining"
+        running.systemd.systemctl("kill", "--kill-whom=main", "--signal=TERM", running.unit)
+        ends, _ = client.communicate(timeout=60)
+    finally:
+        configure(running.systemd, "refitd", settings)
+        for process in (stalled, client):
+            process.kill()
+            process.communicate()
+    assert sum(json.loads(ends).values()) == STREAMS
+    wait_for(lambda: running.show("ActiveState") == "inactive", "the stop")
+    assert (running.show("Result"), running.show("ExecMainStatus")) == ("success", "0")
+    assert running.processes() == []
+
+
+def started_client(service: Service, what: str) -> subprocess.Popen[str]:
+    """Once it has said that its work is under way."""
+    client = subprocess.Popen(service.client(what), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert client.stdout is not None
+    assert client.stdout.readline().strip() == "started"
+    return client
 
 
 def test_a_killed_daemon_leaves_nothing_and_comes_back(running: Service) -> None:
