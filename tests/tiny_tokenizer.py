@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from tests.prefix.chat_styles import THINKING_CHATML
@@ -21,18 +22,19 @@ TEXT = [
 ]
 
 
-def build_tokenizer(path: Path) -> None:
-    """Writes tokenizer files, with a chat template, into the model folder `path`."""
+def build_tokenizer(path: Path, words: Sequence[str] = ()) -> None:
+    """Writes tokenizer files, with a chat template, into the model folder `path`; `words` are one token each."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=VOCABULARY - len(words),
         special_tokens=SPECIAL_TOKENS,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXT * 4, trainer)
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<|begin|>", eos_token="<|endoftext|>", chat_template=THINKING_CHATML
     )

@@ -117,6 +117,8 @@ class OpenAIEndpoint:
         async def kept(request: Any, raw_request: Request) -> Any:
             call = await self._begin(request, raw_request, generates=False)
             answer = await create(request, raw_request)
+            if hasattr(answer, "tokens"):
+                call.require_exact()
             if call.earlier is not None and hasattr(answer, "tokens"):
                 answer.refitd = call.report()
             return answer
@@ -168,6 +170,7 @@ class OpenAIEndpoint:
         call.prefix_mismatch = exact.mismatch
         prompt["prompt_token_ids"] = exact.token_ids
         prompt.pop("prompt", None)
+        call.is_exact = True
 
     async def _exact_prompt(self, call: HttpCall, template: list[int], render: Any, chat_params: Any) -> ExactPrompt:
         assert call.earlier is not None

@@ -8,7 +8,7 @@ from typing import Any
 
 from refitd.exact_chat import Messages
 from refitd.http_trace import Trace
-from refitd.prefix import EarlierTokens
+from refitd.prefix import EarlierTokens, PrefixError
 
 
 @dataclass
@@ -23,7 +23,19 @@ class HttpCall:
     generates: bool
     trace: Trace = field(default_factory=Trace)
     prefix_mismatch: str | None = None
+    is_exact: bool = False
     resolved: dict[str, object] = field(default_factory=dict)
+
+    def require_exact(self) -> None:
+        """Raises `PrefixError` where vLLM has made the prompt in a way that does not pass the splice.
+
+        It writes gpt-oss's conversations (Harmony) without a chat template.
+        """
+        if self.earlier is not None and not self.is_exact:
+            raise PrefixError(
+                "this model's conversations are not written by a chat template, so earlier tokens cannot be kept: "
+                "send the messages without token ids"
+            )
 
     def report(self) -> dict[str, object]:
         prefix = (

@@ -48,6 +48,7 @@ class HttpRequests:
         """vLLM's `generate`; the call itself takes the choices, so they are numbered in the order of the prompts."""
         call = current_call.get()
         assert call is not None, "vLLM generated outside of a request"
+        call.require_exact()
         first = call.trace.reserve(sampling_params.n)
         return self._generate(call, first, prompt, sampling_params, request_id, options)
 

@@ -38,9 +38,9 @@ def ask(client: openai.OpenAI, model: str, messages: Sequence[Any], **options: A
 EXTRA = frozenset({"required_prefix_token_ids", "ignore_eos", "min_tokens", "min_version", "continue_final_message"})
 
 
-def post(url: str, body: object) -> httpx.Response:
+def post(url: str, body: object, key: str = "none") -> httpx.Response:
     """Plain HTTP, for what a client library would not send; as patient as a busy machine asks for."""
-    return httpx.post(url, json=body, timeout=120.0)
+    return httpx.post(url, json=body, timeout=120.0, headers={"authorization": f"Bearer {key}"})
 
 
 def get(url: str) -> httpx.Response:
