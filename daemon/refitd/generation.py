@@ -67,10 +67,7 @@ class Generation:
         job = self._accept(call, call.body)
         with self._adapters.uses.held(None if job.adapter is None else job.adapter.id):
             try:
-                if call.body.stream:
-                    yield Answer(job.started(), last=False)
-                await self._submit_all(job)
-                job.submitted()
+                await self._start(job)
                 await self._until_done(job)
             except BaseException:
                 await self._discard(job)
@@ -216,10 +213,27 @@ class Generation:
                 f"{accepted} sequences run or wait, {more} more would pass the limit {limit}",
             )
 
-    async def _submit_all(self, job: Job) -> None:
+    async def _start(self, job: Job) -> None:
+        """Where nothing has to be waited for the engine hears of it before the client: it can begin meanwhile."""
         wanted = job.body.min_version
         if wanted is not None and job.body.max_version_lag is not None:
             wanted = max(0, wanted - job.body.max_version_lag)
+        if not self._is_served(wanted):
+            self._announce(job)
+        await self._submit_all(job, wanted)
+        self._announce(job)
+        job.submitted()
+
+    def _announce(self, job: Job) -> None:
+        """Says once that it has started, before any of its tokens."""
+        if job.stream and not job.announced:
+            job.announced = True
+            self.send(job.session.identity, job.request, Answer(job.started(), last=False))
+
+    def _is_served(self, wanted: int | None) -> bool:
+        return self._gate.open and (wanted is None or self._gate.version >= wanted)
+
+    async def _submit_all(self, job: Job, wanted: int | None) -> None:
         for output in job.outputs:
             version = await self._admit(job, wanted)
             if job.done.is_set():
@@ -229,7 +243,7 @@ class Generation:
     async def _admit(self, job: Job, wanted: int | None) -> int:
         """The version served; returns early, for nothing, when the job is cancelled while it waits."""
         wait = self._gate.admit(wanted, job.remaining_seconds(self._deadline(job)))
-        if self._gate.open and (wanted is None or self._gate.version >= wanted):
+        if self._is_served(wanted):
             return await wait
         admitted, done = asyncio.ensure_future(wait), asyncio.ensure_future(job.done.wait())
         try:
@@ -287,6 +301,8 @@ class Generation:
         if not dirty or not self.can_send(session):
             return
         del self._dirty[session]
+        for output in dirty:
+            self._announce(output.job)
         deltas, blobs = deltas_message(dirty)
         if deltas:
             self.send(session.identity, 0, Answer(TokensGenerated(deltas=deltas), blobs=blobs, last=False))

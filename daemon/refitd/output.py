@@ -215,6 +215,7 @@ class Job:
         self.request = request
         self.body = body
         self.stream = body.stream
+        self.announced = False
         self.prompts = prompts
         self.resolved = resolved
         self.adapter = adapter

@@ -62,6 +62,8 @@ def _from_blob(body: Generate, blobs: Sequence[Frame], limits: ServerConfig) -> 
     if any(length < 0 for length in lengths) or sum(lengths) * 4 != len(blobs[0]):
         raise _invalid_prompt(f"prompt lengths add up to {sum(lengths)} int32 ids, the blob has {len(blobs[0])} bytes")
     ids = np.frombuffer(blobs[0], dtype="<i4")
+    if len(lengths) == 1:
+        return [ids]
     return np.split(ids, np.cumsum(lengths)[:-1])
 
 

@@ -26,7 +26,7 @@ from refit_trainer import AsyncDaemon, Sampling
 
 STREAMS, TOKENS = SEQUENCES, 128
 ROUNDS = 7
-FIRST_TOKEN_ROUNDS = 40
+FIRST_TOKEN_ROUNDS = 200
 
 Seconds = dict[str, float]
 Way = Callable[[int, int], Seconds]

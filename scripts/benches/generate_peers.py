@@ -20,9 +20,11 @@ from typing import IO, Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
+from tests.daemon_process import ONE_THREAD
+
 MODEL_LEN, SEQUENCES = 256, 64
 START_SECONDS = 240.0
-# As the daemon starts its own engine where there is one worker.
+# As the daemon and its engine are started here: all three get the same threads.
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TQDM_DISABLE": "1",
@@ -31,6 +33,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    **ONE_THREAD,
 }
 
 

@@ -19,6 +19,7 @@ from refit_protocol.messages import (
     Failed,
     GenerationCancelled,
     GenerationFinished,
+    GenerationStarted,
     GetDigest,
     GetManifest,
     GetStatus,
@@ -27,9 +28,11 @@ from refit_protocol.messages import (
     Manifest,
     RequestHeader,
     Status,
+    TokensGenerated,
     WakeUp,
     WeightsDigest,
 )
+from refit_protocol.states import EngineEvent
 from refitd.server import split_envelope
 from refitd.sessions import Session
 from tests.server.raw_client import RawClient, raw_client
@@ -130,6 +133,31 @@ def test_heartbeats_and_cancels_never_wait_for_slow_requests(daemon: SmallDaemon
     assert not any(header.id == slow for header, _ in client.replies)
     daemon.in_loop(daemon.digest_may_go_on.set)
     assert isinstance(client.reply_to(slow), WeightsDigest)
+
+
+@pytest.mark.parametrize("gate_is_shut", [False, True])
+def test_a_stream_begins_before_its_tokens_come(daemon: SmallDaemon, connect: Connect, gate_is_shut: bool) -> None:
+    """Also where the engine makes tokens while the request's other prompts are still on their way to it, and where the
+    request has to wait at the gate."""
+    client = connect()
+    client.hello()
+    submit = daemon.engine.submit
+
+    async def submit_and_step(request: tuple[str, int]) -> None:
+        await submit(request)
+        daemon.engine.step()
+
+    daemon.engine.submit = submit_and_step  # type: ignore[method-assign]
+    if gate_is_shut:
+        daemon.in_loop(lambda: daemon.gate.step(EngineEvent.REFIT_STARTED))
+    stream = client.generate(100, prompts=3)
+    if gate_is_shut:
+        assert isinstance(client.reply_to(stream), GenerationStarted)
+        assert client.replies == []
+        daemon.in_loop(lambda: daemon.gate.step(EngineEvent.REFIT_REFUSED))
+        assert isinstance(client.receive()[0].body, TokensGenerated)
+    else:
+        assert [type(client.receive()[0].body) for _ in range(2)] == [GenerationStarted, TokensGenerated]
 
 
 def test_client_that_stops_reading_loses_nothing(daemon: SmallDaemon, connect: Connect) -> None:
