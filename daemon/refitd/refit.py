@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import Any
 
 import msgspec
@@ -59,6 +59,7 @@ from refitd.commit import Commit, Ticket
 from refitd.config import Config
 from refitd.engine import Engine
 from refitd.gate import Gate
+from refitd.groups import Group, Groups, merged
 from refitd.ranks import combine_digests, combine_paths, combine_unplanned
 from refitd.sessions import Answer, Call, Session
 from refitd.source import BucketRefit, Source
@@ -81,6 +82,7 @@ class Refit:
         self._bucket_refit: BucketRefit | None = None
         self._running: set[asyncio.Task[Any]] = set()
         self._windows: dict[asyncio.Task[Any], tuple[Session, Ticket]] = {}
+        self._groups = Groups(self._run)
 
     @property
     def sources(self) -> int:
@@ -96,6 +98,7 @@ class Refit:
             await self._finish_even_if_cancelled(self._let_go(previous, "its session ended"))
         epoch = self.writer.acquire(call.owner, takeover=call.body.takeover)
         if previous is not None and previous is not call.owner:
+            self._groups.dissolve_all(_writer_changed())
             await self._finish_even_if_cancelled(self._let_go(previous, "another session took over"))
         yield Answer(WriterAcquired(epoch=epoch))
 
@@ -110,6 +113,7 @@ class Refit:
 
     async def settle(self) -> None:
         """Ends a bucket refit that is under way and waits for what writes; afterwards no refit is open."""
+        self._groups.dissolve_all(ProtocolError(ErrorCode.DRAINING, "the daemon is shutting down"))
         if self._bucket_refit is not None:
             await self._abort(self._bucket_refit, "the daemon is shutting down")
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -119,17 +123,34 @@ class Refit:
     async def open_source(self, call: Call) -> AsyncIterator[Answer]:
         assert isinstance(call.body, OpenSource)
         body = call.body
+        if body.member is not None:
+            yield Answer(await self._open_with_others(call.owner, body))
+            return
         self.writer.check(call.owner, body.epoch)
         self._commit.refuse_while_busy()
-        check_segments(body.segments)
+        _check_source(call.owner, body)
         self._check_room(len(body.segments))
-        _check_peer(call.owner, body)
-        if body.kind == "inplace":
-            check_source_tensors(body.tensors, body.segments)
-        elif body.tensors:
-            raise ProtocolError(ErrorCode.INVALID_DESCRIPTOR, "a bucket source has no tensors: BeginRefit names them")
-        opened = await self._finish_even_if_cancelled(self._open(call.owner, body))
+        opened = await self._finish_even_if_cancelled(self._open(call.owner, body, None))
         yield Answer(opened)
+
+    async def _open_with_others(self, session: Session, body: OpenSource) -> SourceOpened:
+        self.writer.check_epoch(body.epoch)
+        group = self._groups.group_for(body, self._wait_seconds(body.deadline_seconds))
+        try:
+            _check_source(session, body)
+        except ProtocolError as error:
+            group.dissolve(error)
+            raise
+        return await group.join(session, body, lambda ranks: self._open_group(group, ranks))
+
+    async def _open_group(self, group: Group, ranks: Mapping[int, OpenSource]) -> SourceOpened:
+        body, writer = merged(ranks), self.writer.session
+        self.writer.check_epoch(body.epoch)
+        if writer is None or not group.has(writer):
+            raise ProtocolError(ErrorCode.GROUP_MISMATCH, "none of the ranks is the writer: let one acquire the role")
+        self._commit.refuse_while_busy()
+        self._check_room(len(body.segments))
+        return await self._open(writer, body, group)
 
     async def join_collective(self, call: Call) -> AsyncIterator[Answer]:
         """Generation goes on while the group forms; a session that ends meanwhile ends the waiting too."""
@@ -146,8 +167,7 @@ class Refit:
 
     async def close_source(self, call: Call) -> AsyncIterator[Answer]:
         assert isinstance(call.body, CloseSource)
-        self.writer.check(call.owner, call.body.epoch)
-        source = self._source(call.body.source)
+        source = self._usable_source(call.owner, call.body.epoch, call.body.source)
         self._commit.refuse_while_busy()
         await self._close(source)
         yield Answer(SourceClosed(source=source.id))
@@ -193,15 +213,22 @@ class Refit:
         """One pass over the bytes, straight from the trainer's parameters."""
         assert isinstance(call.body, CommitRefit)
         body = call.body
-        self.writer.check(call.owner, body.epoch)
+        group = self._usable_source(call.owner, body.epoch, body.source).group
+        if group is None:
+            yield Answer(await self._commit_now(body))
+        else:
+            wait_seconds = self._wait_seconds(body.deadline_seconds)
+            yield Answer(await group.commit(call.owner, body, wait_seconds, self._commit_now))
+
+    async def _commit_now(self, body: CommitRefit) -> RefitHeld | RefitCommitted:
         source = self._source(body.source)
         source.require("inplace")
         ticket = self._ticket(body, partial=body.only is not None)
         if body.hold:
-            yield Answer(await self._in_window(call.owner, ticket, self._hold_in_place(source, body, ticket)))
-            return
-        report = await self._in_window(call.owner, ticket, self._commit_in_place(source, body, ticket))
-        yield Answer(RefitCommitted(report=report))
+            held: RefitHeld = await self._in_window(source.session, ticket, self._hold_in_place(source, body, ticket))
+            return held
+        report = await self._in_window(source.session, ticket, self._commit_in_place(source, body, ticket))
+        return RefitCommitted(report=report)
 
     async def _commit_in_place(self, source: Source, body: CommitRefit, ticket: Ticket) -> RefitReport:
         async with self._commit.window(ticket):
@@ -477,8 +504,8 @@ class Refit:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    async def _open(self, session: Session, body: OpenSource) -> SourceOpened:
-        source = Source(next(self._ids), session, body.kind, tuple(body.segments))
+    async def _open(self, session: Session, body: OpenSource, group: Group | None) -> SourceOpened:
+        source = Source(next(self._ids), session, body.kind, tuple(body.segments), group=group)
         answers = await self._engine.call_workers(
             "refitd_open_source",
             source.id,
@@ -489,12 +516,12 @@ class Refit:
             timeout_seconds=self._config.refit.deadline_seconds,
         )
         self._sources[source.id] = source
-        if session.closed or self.writer.session is not session:
+        if source.abandoned or self.writer.session is not session:
             await self._close(source)
         return SourceOpened(
             source=source.id,
             path=combine_paths(answers),
-            tensors=len(body.tensors),
+            tensors=len({tensor.name for tensor in body.tensors}),
             size_bytes=sum(int(answer["bytes"]) for answer in answers),
             unplanned=combine_unplanned(answers),
         )
@@ -512,6 +539,8 @@ class Refit:
 
     async def _close(self, source: Source) -> None:
         if self._sources.pop(source.id, None) is not None:
+            if source.group is not None:
+                source.group.dissolve(ProtocolError(ErrorCode.UNKNOWN_SOURCE, f"source {source.id} has been closed"))
             await self._engine.call_workers(
                 "refitd_close_source", source.id, timeout_seconds=self._config.refit.deadline_seconds
             )
@@ -521,24 +550,24 @@ class Refit:
         refit = self._bucket_refit
         if refit is not None and refit.session is session:
             await self._abort(refit, why)
-        for source in [source for source in self._sources.values() if source.session is session]:
+        self._groups.left(session, why)
+        if self.writer.session is session:
+            self._groups.dissolve_all(_writer_changed())
+        for source in [source for source in self._sources.values() if source.belongs_to(session)]:
             await self._close(source)
         self.writer.release(session)
 
     def _ticket(self, body: CommitRefit | BeginRefit | ReloadWeights | ValidateRefit, *, partial: bool) -> Ticket:
         self._commit.refuse_while_busy()
         defaults = self._config.refit
-        if body.deadline_seconds is not None and body.deadline_seconds <= 0:
-            raise ProtocolError(
-                ErrorCode.DEADLINE_EXCEEDED, f"deadline_seconds is {body.deadline_seconds:g}: none is left"
-            )
+        deadline_seconds = self._wait_seconds(body.deadline_seconds)
         attest: AttestMode = body.attest or defaults.attest
         return self._commit.ticket(
             version=body.version,
             policy=body.policy or defaults.policy,
             attest=attest,
             check_finite=defaults.check_finite if body.check_finite is None else body.check_finite,
-            deadline_seconds=body.deadline_seconds or defaults.deadline_seconds,
+            deadline_seconds=deadline_seconds,
             partial=partial,
         )
 
@@ -552,6 +581,20 @@ class Refit:
                 f"{segments} segments beside {held} that are open, at most {limit}: close sources, or lend fewer",
                 limit=limit,
             )
+
+    def _wait_seconds(self, asked: float | None) -> float:
+        if asked is not None and asked <= 0:
+            raise ProtocolError(ErrorCode.DEADLINE_EXCEEDED, f"deadline_seconds is {asked:g}: none is left")
+        return asked or self._config.refit.deadline_seconds
+
+    def _usable_source(self, session: Session, epoch: int, source_id: int) -> Source:
+        """For the writer, and for the ranks that opened the source with it."""
+        source = self._sources.get(source_id)
+        if source is not None and source.belongs_to(session):
+            self.writer.check_epoch(epoch)
+        else:
+            self.writer.check(session, epoch)
+        return self._source(source_id)
 
     def _source(self, source_id: int) -> Source:
         source = self._sources.get(source_id)
@@ -614,6 +657,25 @@ def _is_replayed(answers: list[dict[str, Any]]) -> bool:
 
 def _unknown_refit(refit_id: int) -> ProtocolError:
     return ProtocolError(ErrorCode.UNKNOWN_REFIT, f"refit {refit_id} is not under way: it was ended, or never begun")
+
+
+def _writer_changed() -> ProtocolError:
+    return ProtocolError(
+        ErrorCode.STALE_EPOCH, "the writer of these ranks has given up its role: acquire it and open the source again"
+    )
+
+
+def _check_source(session: Session, body: OpenSource) -> None:
+    check_segments(body.segments)
+    _check_peer(session, body)
+    if body.kind == "inplace":
+        check_source_tensors(body.tensors, body.segments)
+    elif body.tensors:
+        raise ProtocolError(ErrorCode.INVALID_DESCRIPTOR, "a bucket source has no tensors: BeginRefit names them")
+    elif body.member is not None:
+        raise ProtocolError(ErrorCode.INVALID_DESCRIPTOR, "ranks open in-place sources together, no buckets")
+    if body.member is None and (sharded := [tensor.name for tensor in body.tensors if tensor.shard is not None]):
+        raise ProtocolError(ErrorCode.INVALID_DESCRIPTOR, f"{sharded[0]} is a shard: open the source with all ranks")
 
 
 def _check_peer(session: Session, body: OpenSource) -> None:

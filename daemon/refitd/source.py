@@ -10,6 +10,7 @@ from typing import Any, Literal
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.tensors import Segment, TensorShape, check_shape, check_unique
 from refitd.commit import Ticket
+from refitd.groups import Group
 from refitd.sessions import Session
 
 COMMANDS = {
@@ -23,7 +24,8 @@ COMMANDS = {
 class Source:
     """Known to the workers under the same id; `replayed` once a refit from it was plain copies alone.
 
-    `broadcast_bytes` is the size of a collective source's pieces.
+    `session` is the writer's; a `group` has other ranks of the trainer, which lend memory too. `broadcast_bytes` is the
+    size of a collective source's pieces.
     """
 
     id: int
@@ -32,6 +34,15 @@ class Source:
     segments: tuple[Segment, ...]
     replayed: bool = False
     broadcast_bytes: int = 0
+    group: Group | None = None
+
+    def belongs_to(self, session: Session) -> bool:
+        return session is self.session or (self.group is not None and self.group.has(session))
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether a session that lent it memory has ended."""
+        return self.session.closed or (self.group is not None and self.group.failure is not None)
 
     def require(self, kind: Literal["inplace", "bucket", "collective"]) -> None:
         """Raises `unknown_source`, saying which command suits the source."""

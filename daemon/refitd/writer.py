@@ -28,12 +28,14 @@ class Writer:
 
     def check(self, session: Session, epoch: int) -> None:
         """Raises `stale_epoch` for any frame that is not of the present writer."""
-        if self.session is not session or epoch != self.epoch:
-            raise ProtocolError(
-                ErrorCode.STALE_EPOCH,
-                f"epoch {epoch} is not the present writer's ({self.epoch}): acquire the role and open the source again",
-                epoch=self.epoch,
-            )
+        if self.session is not session:
+            raise self._stale(epoch)
+        self.check_epoch(epoch)
+
+    def check_epoch(self, epoch: int) -> None:
+        """For sessions that only lend memory to the present writer: raises `stale_epoch`."""
+        if self.session is None or epoch != self.epoch:
+            raise self._stale(epoch)
 
     def _acquisition(self, session: Session, *, takeover: bool) -> WriterEvent:
         if self.session is None:
@@ -46,6 +48,13 @@ class Writer:
             ErrorCode.WRITER_BUSY,
             f"{self.session.client!r} (pid {self.session.pid}) writes the weights: wait for it, or take over",
             writer=self.session.client,
+        )
+
+    def _stale(self, epoch: int) -> ProtocolError:
+        return ProtocolError(
+            ErrorCode.STALE_EPOCH,
+            f"epoch {epoch} is not the present writer's ({self.epoch}): acquire the role and open the source again",
+            epoch=self.epoch,
         )
 
     def _step(self, event: WriterEvent) -> None:

@@ -37,6 +37,8 @@ class ErrorCode(StrEnum):
     NOT_FINITE = "not_finite"
     VERSION_NOT_INCREASING = "version_not_increasing"
     REFIT_IN_PROGRESS = "refit_in_progress"
+    GROUP_INCOMPLETE = "group_incomplete"
+    GROUP_MISMATCH = "group_mismatch"
     REFIT_FAILED = "refit_failed"
     ATTEST_FAILED = "attest_failed"
     INVALID_CHECKPOINT = "invalid_checkpoint"
@@ -101,6 +103,8 @@ ERROR_RULES: dict[ErrorCode, ErrorRule] = {
     ErrorCode.NOT_FINITE: _CLIENT,
     ErrorCode.VERSION_NOT_INCREASING: _CLIENT,
     ErrorCode.REFIT_IN_PROGRESS: _CLIENT_LATER,
+    ErrorCode.GROUP_INCOMPLETE: _CLIENT_LATER,
+    ErrorCode.GROUP_MISMATCH: _CLIENT,
     ErrorCode.REFIT_FAILED: _ENGINE_LATER,
     ErrorCode.ATTEST_FAILED: _ENGINE_LATER,
     ErrorCode.INVALID_CHECKPOINT: _CLIENT,

@@ -224,10 +224,20 @@ class LoggerMetrics(Fact, frozen=True, kw_only=True):
 # --- refit ------------------------------------------------------------------------------------------------------------
 
 
+class GroupMember(Record, frozen=True, kw_only=True):
+    """One rank of a trainer whose ranks make up one source; `group` is a secret of theirs, new for every source."""
+
+    group: str
+    rank: int
+    world_size: int
+
+
 class OpenSource(Command, frozen=True, kw_only=True):
     """Exports trainer memory once.
 
     `inplace`: `tensors` are the parameters themselves. `bucket`: the segments are staging buckets, `tensors` is empty.
+    With `member` it is what one rank holds, and answered when all ranks, each in a session of its own, have sent
+    theirs; one of them has to be the writer, and all give its epoch. `deadline_seconds` bounds the wait for the others.
     """
 
     epoch: int
@@ -235,6 +245,8 @@ class OpenSource(Command, frozen=True, kw_only=True):
     segments: list[Segment]
     tensors: list[SourceTensor] = []
     plan: PlanMode | None = None
+    member: GroupMember | None = None
+    deadline_seconds: float | None = None
 
 
 class UnplannedTensor(Detail, frozen=True, kw_only=True):
@@ -314,6 +326,7 @@ class CollectiveJoined(Fact, frozen=True, kw_only=True):
 class CommitRefit(Command, frozen=True, kw_only=True):
     """Refits from an in-place source. `only` names a partial update; `version` defaults to the served one plus one.
 
+    Where ranks opened the source together, each sends the same commit, and it is done when all have.
     With `hold` everything is done except to publish: see `RefitHeld`.
     """
 

@@ -218,6 +218,42 @@ WRITER_TRANSITIONS: dict[tuple[WriterState, WriterEvent], WriterState] = {
 # After these, frames of the epoch before are stale.
 NEW_EPOCH = frozenset({_A.ACQUIRED, _A.TAKEN_OVER})
 
+
+class GroupState(StrEnum):
+    """Of the ranks of one trainer that lend their memory as one source. `dissolved`: whoever comes is refused."""
+
+    GATHERING = "gathering"
+    OPENING = "opening"
+    OPEN = "open"
+    ANNOUNCING = "announcing"
+    COMMITTING = "committing"
+    DISSOLVED = "dissolved"
+
+
+class GroupEvent(StrEnum):
+    RANK_JOINED = "rank joined"
+    ALL_JOINED = "all ranks joined"
+    MAPPED = "workers mapped all memory"
+    RANK_ANNOUNCED = "rank announced a commit"
+    ALL_ANNOUNCED = "all ranks announced it"
+    COMMIT_ENDED = "commit ended, either way"
+    NOT_AGREED = "ranks differ, or one is late with its commit"
+    DISSOLVED = "a rank left, was late or wrong, or the writer changed"
+
+
+_G, _J = GroupState, GroupEvent
+GROUP_TRANSITIONS: dict[tuple[GroupState, GroupEvent], GroupState] = {
+    (_G.GATHERING, _J.RANK_JOINED): _G.GATHERING,
+    (_G.GATHERING, _J.ALL_JOINED): _G.OPENING,
+    (_G.OPENING, _J.MAPPED): _G.OPEN,
+    (_G.OPEN, _J.RANK_ANNOUNCED): _G.ANNOUNCING,
+    (_G.ANNOUNCING, _J.RANK_ANNOUNCED): _G.ANNOUNCING,
+    (_G.ANNOUNCING, _J.ALL_ANNOUNCED): _G.COMMITTING,
+    (_G.ANNOUNCING, _J.NOT_AGREED): _G.OPEN,
+    (_G.COMMITTING, _J.COMMIT_ENDED): _G.OPEN,
+    **{(state, _J.DISSOLVED): _G.DISSOLVED for state in GroupState},
+}
+
 State = TypeVar("State", bound=StrEnum)
 Event = TypeVar("Event", bound=StrEnum)
 

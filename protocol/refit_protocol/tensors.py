@@ -68,8 +68,18 @@ class TensorShape(_Descriptor, frozen=True, kw_only=True):
         return self.elements * ITEM_BYTES[self.dtype]
 
 
+class Shard(_Descriptor, frozen=True, kw_only=True):
+    """Where a part lies in a tensor of shape `whole`: its first element has these `offsets`, one a dimension."""
+
+    whole: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
 class SourceTensor(_Descriptor, frozen=True, kw_only=True):
-    """A tensor inside segment number `segment`, at `offset_bytes`; `strides` count elements, None means row-major."""
+    """A tensor inside segment number `segment`, at `offset_bytes`; `strides` count elements, None means row-major.
+
+    With `shard` it is only a part of the tensor of that name; the rest lies with other ranks of the trainer.
+    """
 
     name: str
     dtype: DType
@@ -77,6 +87,11 @@ class SourceTensor(_Descriptor, frozen=True, kw_only=True):
     segment: int
     offset_bytes: int
     strides: tuple[int, ...] | None = None
+    shard: Shard | None = None
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        return self.shape if self.shard is None else self.shard.whole
 
     @property
     def elements(self) -> int:
@@ -190,6 +205,7 @@ def check_source_tensors(tensors: list[SourceTensor], segments: list[Segment]) -
     check_unique([tensor.name for tensor in tensors])
     for tensor in tensors:
         check_shape(tensor)
+        _check_shard(tensor)
         _check_strides(tensor)
         _check_inside(tensor, segments)
 
@@ -241,6 +257,18 @@ def _check_cuda_handles(index: int, segment: CudaIpcSegment) -> None:
     for label, handle in handles.items():
         if handle is not None and len(handle) != CUDA_IPC_HANDLE_BYTES:
             raise _invalid(f"segment {index}: CUDA IPC {label} has {len(handle)} bytes, not {CUDA_IPC_HANDLE_BYTES}")
+
+
+def _check_shard(tensor: SourceTensor) -> None:
+    if tensor.shard is None:
+        return
+    whole, offsets = tensor.shard.whole, tensor.shard.offsets
+    check_shape(TensorShape(name=tensor.name, dtype=tensor.dtype, shape=whole))
+    if not len(whole) == len(offsets) == len(tensor.shape):
+        raise _invalid(f"{tensor.name}: shape, offsets and whole differ in their dimensions")
+    ends = [offset + size for offset, size in zip(offsets, tensor.shape, strict=True)]
+    if any(offset < 0 for offset in offsets) or any(end > size for end, size in zip(ends, whole, strict=True)):
+        raise _invalid(f"{tensor.name}: {list(tensor.shape)} at {list(offsets)} is not inside {list(whole)}")
 
 
 def _check_strides(tensor: SourceTensor) -> None:

@@ -16,6 +16,7 @@ from refit_protocol.errors import ERROR_RULES, ErrorCode
 from refit_protocol.messages import Reply, Request
 from refit_protocol.states import (
     ENGINE_TRANSITIONS,
+    GROUP_TRANSITIONS,
     NOT_SERVABLE,
     SESSION_TRANSITIONS,
     SLEEP_TRANSITIONS,
@@ -53,7 +54,9 @@ def test_every_error_code_is_listed_with_its_fault_and_retry(code: ErrorCode) ->
     )
 
 
-@pytest.mark.parametrize("table", [ENGINE_TRANSITIONS, SESSION_TRANSITIONS, WRITER_TRANSITIONS, SLEEP_TRANSITIONS])
+@pytest.mark.parametrize(
+    "table", [ENGINE_TRANSITIONS, SESSION_TRANSITIONS, WRITER_TRANSITIONS, SLEEP_TRANSITIONS, GROUP_TRANSITIONS]
+)
 def test_every_transition_is_listed(table: Mapping[tuple[StrEnum, StrEnum], StrEnum]) -> None:
     for (before, event), after in table.items():
         assert f"| {before.value} | {event.value} | {after.value} |" in DOCUMENT

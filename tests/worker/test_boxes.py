@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refitd.worker.boxes import Box, Transfer, follow_strides, split_like
+from refitd.worker.boxes import Box, Transfer, clip_to_region, follow_strides, split_like
 
 
 def indices(box: Box) -> list[int]:
@@ -90,3 +90,33 @@ def test_clipping_a_huge_run_does_not_walk_over_its_elements() -> None:
     assert whole.clipped(10, elements - 5) == [
         Transfer(Box(10, (elements - 15,), (1,)), Box(74, (elements - 15,), (1,)))
     ]
+
+
+@given(slices(), st.data())
+def test_regions_that_make_up_a_tensor_take_a_copy_apart(
+    case: tuple[tuple[int, ...], torch.Tensor], data: st.DataObject
+) -> None:
+    """Cut along any dimension into uneven parts, each part gives what lies in it, and together they are the copy."""
+    shape, view = case
+    transfer = transfer_of(view).merged()
+    dimension = data.draw(st.integers(0, len(shape) - 1))
+    inner = st.lists(st.integers(0, shape[dimension]), max_size=3)
+    cuts = sorted([0, shape[dimension], *data.draw(inner)])
+    every = torch.arange(int(torch.tensor(shape).prod())).view(shape)
+    found: list[tuple[int, int]] = []
+    for first, end in itertools.pairwise(cuts):
+        offsets = tuple(first if d == dimension else 0 for d in range(len(shape)))
+        sizes = tuple(end - first if d == dimension else size for d, size in enumerate(shape))
+        clipped = clip_to_region(transfer, shape, offsets, sizes)
+        assert clipped is not None
+        part = set(every.narrow(dimension, first, end - first).flatten().tolist())
+        for clip in clipped:
+            assert set(indices(clip.source)) <= part
+            found += zip(indices(clip.source), indices(clip.target), strict=True)
+    assert sorted(found) == sorted(pairs(transfer))
+
+
+def test_a_copy_across_the_dimensions_is_not_taken_apart() -> None:
+    """A diagonal, say, goes along no dimension of its tensor."""
+    diagonal = Box(0, (4,), (5,))
+    assert clip_to_region(Transfer(diagonal, Box(0, (4,), (1,))), (4, 4), (0, 0), (2, 4)) is None

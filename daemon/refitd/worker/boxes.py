@@ -107,6 +107,33 @@ def follow_strides(box: Box, shape: tuple[int, ...], strides: tuple[int, ...]) -
     return Box(offset, tuple(size for size, _ in dims), tuple(stride for _, stride in dims))
 
 
+def clip_to_region(
+    transfer: Transfer, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> list[Transfer] | None:
+    """The part of a copy from a tensor of `shape` whose source elements lie in a region of it, `sizes` at `offsets`;
+    nothing where there are none. None where the copy does not go along the tensor's dimensions."""
+    split = split_like(transfer, shape)
+    steps = row_major_strides(shape)
+    start = tuple(split.source.offset // step % max(size, 1) for step, size in zip(steps, shape, strict=True))
+    kept: list[range] = []
+    walked: list[int] = []
+    for size, stride in zip(split.source.sizes, split.source.strides, strict=True):
+        if size == 1:
+            kept.append(range(1))
+            continue
+        dimension = _dimension_walked(size, stride, start, shape)
+        if dimension is None or dimension in walked:
+            return None
+        walked.append(dimension)
+        region = range(offsets[dimension], offsets[dimension] + sizes[dimension])
+        kept.append(_steps_inside(start[dimension], stride // steps[dimension], size, region))
+    standing = (d for d in range(len(shape)) if d not in walked)
+    if not all(kept) or not all(offsets[d] <= start[d] < offsets[d] + sizes[d] for d in standing):
+        return []
+    starts, lengths = tuple(part.start for part in kept), tuple(len(part) for part in kept)
+    return [Transfer(_sub_box(split.source, starts, lengths), _sub_box(split.target, starts, lengths))]
+
+
 def split_like(transfer: Transfer, shape: tuple[int, ...]) -> Transfer:
     """The same copy with merged dimensions taken apart again wherever they run over several dimensions of `shape`."""
     steps = row_major_strides(shape)
@@ -136,6 +163,21 @@ def _split_size(size: int, step: int, shape: tuple[int, ...], steps: tuple[int, 
             factor *= extent
             size //= extent
     return [(size, factor), *reversed(parts)]
+
+
+def _dimension_walked(size: int, stride: int, start: tuple[int, ...], shape: tuple[int, ...]) -> int | None:
+    """The one dimension of a row-major tensor along which `size` steps of `stride` elements from `start` lead."""
+    for dimension, (index, extent, step) in enumerate(zip(start, shape, row_major_strides(shape), strict=True)):
+        if stride > 0 and stride % step == 0 and index + (size - 1) * (stride // step) < extent:
+            return dimension
+    return None
+
+
+def _steps_inside(start: int, pace: int, count: int, region: range) -> range:
+    """Which of the indices `start + i * pace`, `i` below `count`, lie in the region."""
+    first = max(-((start - region.start) // pace), 0)
+    end = min(-((start - region.stop) // pace), count)
+    return range(first, max(first, end))
 
 
 def _follow_dimension(

@@ -46,16 +46,19 @@ def validate(weights: EngineWeights, source: InplaceSource, only: Collection[str
 def require_finite(weights: EngineWeights, source: InplaceSource, compiled: CompiledSource) -> None:
     """Raises `not_finite`; reads every element."""
     names = [name for name in compiled.names if name not in weights.plan.unused]
-    check_finite((name, source.view(name), torch_dtype(weights.expected[name].dtype)) for name in names)
+    check_finite(
+        (name, view, torch_dtype(weights.expected[name].dtype)) for name in names for view in source.part_views(name)
+    )
 
 
 def write(weights: EngineWeights, source: InplaceSource, compiled: CompiledSource) -> CompiledSource:
     """One pass over the bytes, which have arrived when `program.wait()` returns; returns what was done.
 
-    The first time, vLLM's own loader writes the weights and the plan has to agree with it.
+    The first time, vLLM's own loader writes the weights and the plan has to agree with it; where tensors lie in parts,
+    of which no worker needs all, the loader comes second.
     """
     complete = compiled.names >= source.tensors.keys()
-    if complete and not source.proven:
+    if complete and not source.proven and not source.sharded:
         load_and_prove(weights, source, compiled)
         compiled = source.compiled(weights, None)
     else:

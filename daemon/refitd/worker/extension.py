@@ -30,6 +30,8 @@ from refitd.worker.digest import DigestReader
 from refitd.worker.keep import Keeper
 from refitd.worker.line import open_line
 from refitd.worker.loader_progress import watch_loader
+from refitd.worker.memory import device_uuid
+from refitd.worker.parts import whole_tensor
 from refitd.worker.proof import prove_by_reload
 from refitd.worker.reload import Reload
 from refitd.worker.sources import InplaceSource, Segments
@@ -147,7 +149,7 @@ class RefitWorkerExtension:
         return {
             "rank": self.rank,
             "device": weights.device.type,
-            "device_uuid": _device_uuid(weights.device),
+            "device_uuid": device_uuid(weights.device),
             "pid": os.getpid(),
             "dtype": str(weights.model_dtype).removeprefix("torch."),
             "bytes": sum(parameter.nbytes for parameter in weights.model.parameters()),
@@ -182,8 +184,10 @@ class RefitWorkerExtension:
         state.wrote = False
         described = msgspec.convert(tensors, list[SourceTensor])
         if kind == "inplace":
-            state.weights.check_manifest(described)
-        mapped = Segments(msgspec.convert(segments, list[Segment]), state.weights.device)
+            state.weights.check_manifest([whole_tensor(tensor) for tensor in described])
+        # Of what several ranks hold a worker reads its part, and what lies on other devices it may not even reach.
+        of_ranks = len({tensor.name for tensor in described}) < len(described)
+        mapped = Segments(msgspec.convert(segments, list[Segment]), state.weights.device, at_need=of_ranks)
         try:
             source, answer = _opened(state.weights, kind, mapped, described, plan)
         except BaseException:
@@ -546,15 +550,6 @@ def _combined(parts: dict[str, str]) -> dict[str, Any]:
 
 def _keep_status(keeper: Keeper) -> Answer:
     return {"state": keeper.state.value, "bytes": keeper.size_bytes}
-
-
-def _device_uuid(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return None
-    # CuPy is only there where the engine runs on a GPU.
-    from refitd.worker.cuda_memory import device_uuid
-
-    return device_uuid(device)
 
 
 def _listed(loader_tensors: Mapping[str, str]) -> list[dict[str, str]]:

@@ -57,6 +57,16 @@ def open_segment(segment: Segment, device: torch.device) -> Mapping:
     )
 
 
+def device_uuid(device: torch.device) -> str | None:
+    """`GPU-...`, None where the engine runs on no GPU."""
+    if device.type != "cuda":
+        return None
+    # CuPy is only there where the engine runs on a GPU.
+    from refitd.worker.cuda_memory import device_uuid
+
+    return device_uuid(device)
+
+
 class MemfdMapping:
     """A memfd of another process, found through its `/proc/<pid>/fd` and mapped read-only."""
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 
 from refit_protocol.errors import ErrorCode, ProtocolError
-from refit_protocol.tensors import DType, Segment, SourceTensor
+from refit_protocol.tensors import CudaIpcSegment, DType, Segment, SourceTensor, TensorShape
 from refitd.worker.attest import FullComparison, NamedCopy, SampledComparison
-from refitd.worker.boxes import Transfer, follow_strides, split_like
+from refitd.worker.boxes import Transfer, clip_to_region, follow_strides, split_like
 from refitd.worker.copies import Copy
 from refitd.worker.digest import samples
 from refitd.worker.memory import Mapping as MemoryMapping
-from refitd.worker.memory import open_segment
+from refitd.worker.memory import device_uuid, open_segment
+from refitd.worker.parts import chosen_parts, whole_tensor
 from refitd.worker.plan import Plan, Route
 from refitd.worker.programs import Program, copy_program
 from refitd.worker.weights import EngineWeights, torch_dtype
@@ -25,14 +26,16 @@ PLAN_OFF = "the plan is switched off"
 
 
 class Segments:
-    """The mapped memory of one source, seen in any dtype."""
+    """The memory of one source, mapped and seen in any dtype. With `at_need` what is not read is not mapped either."""
 
-    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
-        self._mappings: list[MemoryMapping] = []
+    def __init__(self, segments: Sequence[Segment], device: torch.device, *, at_need: bool = False) -> None:
+        self._segments = segments
+        self._device = device
+        self._mappings: dict[int, MemoryMapping] = {}
         self._typed: dict[tuple[int, DType], torch.Tensor] = {}
         try:
-            for segment in segments:
-                self._mappings.append(open_segment(segment, device))
+            for segment in range(0 if at_need else len(segments)):
+                self._mapping(segment)
         except BaseException:
             self.close()
             raise
@@ -41,14 +44,19 @@ class Segments:
     def around(cls, mappings: Sequence[MemoryMapping]) -> Self:
         """Of memory that is there already."""
         segments = cls((), torch.device("cpu"))
-        segments._mappings.extend(mappings)
+        segments._mappings.update(enumerate(mappings))
         return segments
+
+    def is_near(self, segment: int) -> bool:
+        """Whether the memory lies on this worker's own device."""
+        found = self._segments[segment]
+        return not isinstance(found, CudaIpcSegment) or found.device_uuid == device_uuid(self._device)
 
     def typed(self, segment: int, dtype: DType) -> torch.Tensor:
         """All whole elements of the segment, one-dimensional; the same object every time."""
         key = segment, dtype
         if key not in self._typed:
-            data = self._mappings[segment].data
+            data = self._mapping(segment).data
             item_bytes = torch_dtype(dtype).itemsize
             self._typed[key] = data[: data.shape[0] // item_bytes * item_bytes].view(torch_dtype(dtype))
         return self._typed[key]
@@ -56,16 +64,21 @@ class Segments:
     def wait_until_written(self, segment: int | None = None) -> None:
         """Until the trainer's writes so far, to one segment or all, can be read; raises `memory_unavailable` if they
         never end."""
-        awaited = self._mappings if segment is None else [self._mappings[segment]]
+        awaited = self._mappings.values() if segment is None else [self._mapping(segment)]
         for written in {id(mapping.written): mapping.written for mapping in awaited}.values():
             if written is not None:
                 written.wait()
 
     def close(self) -> None:
         self._typed.clear()
-        for mapping in self._mappings:
+        for mapping in self._mappings.values():
             mapping.close()
         self._mappings.clear()
+
+    def _mapping(self, segment: int) -> MemoryMapping:
+        if segment not in self._mappings:
+            self._mappings[segment] = open_segment(self._segments[segment], self._device)
+        return self._mappings[segment]
 
 
 @dataclass(frozen=True)
@@ -89,13 +102,15 @@ class CompiledSource:
 
 
 class InplaceSource:
-    """Its tensors lie in mapped memory; offsets, strides and dtypes are the trainer's."""
+    """Its tensors lie in mapped memory, whole or in parts; offsets, strides and dtypes are the trainer's."""
 
     def __init__(self, segments: Segments, tensors: Sequence[SourceTensor], planned: bool) -> None:
         self._segments = segments
         self._planned = planned
         self._compiled: dict[frozenset[str] | None, CompiledSource] = {}
-        self.tensors = {tensor.name: tensor for tensor in tensors}
+        self._parts = chosen_parts(tensors, segments.is_near)
+        self.tensors: dict[str, TensorShape] = {name: whole_tensor(parts[0]) for name, parts in self._parts.items()}
+        self.sharded = any(part.shard is not None for part in tensors)
         self.proven = False
 
     def compiled(self, weights: EngineWeights, only: Collection[str] | None) -> CompiledSource:
@@ -108,19 +123,19 @@ class InplaceSource:
         return found
 
     def view(self, name: str) -> torch.Tensor:
-        """The tensor in its own shape and strides, in trainer memory."""
-        tensor = self.tensors[name]
-        flat = self._segments.typed(tensor.segment, tensor.dtype)
-        return flat.as_strided(tensor.shape, tensor.resolved_strides, self.first_element(name))
+        """The tensor in its own shape and strides, in trainer memory; a copy of it where it lies in parts."""
+        parts = self._parts[name]
+        if parts[0].shard is None:
+            return self._view(parts[0])
+        whole = self._view(parts[0]).new_empty(parts[0].whole_shape)
+        for part in parts:
+            region = zip(part.shard.offsets, part.shape, strict=True) if part.shard else ()
+            whole[tuple(slice(offset, offset + size) for offset, size in region)].copy_(self._view(part))
+        return whole
 
-    def flat(self, name: str) -> torch.Tensor:
-        """All of the segment that holds the tensor, in the tensor's dtype."""
-        tensor = self.tensors[name]
-        return self._segments.typed(tensor.segment, tensor.dtype)
-
-    def first_element(self, name: str) -> int:
-        tensor = self.tensors[name]
-        return tensor.offset_bytes // torch_dtype(tensor.dtype).itemsize
+    def part_views(self, name: str) -> list[torch.Tensor]:
+        """What makes up the tensor, in trainer memory."""
+        return [self._view(part) for part in self._parts[name]]
 
     def wait_until_written(self) -> None:
         self._segments.wait_until_written()
@@ -129,16 +144,12 @@ class InplaceSource:
         self._compiled.clear()
         self._segments.close()
 
-    def transfer(self, route: Route) -> Transfer:
-        """The route, its source counted in elements of `flat`; raises `unsupported` for strides no box can follow."""
-        tensor = self.tensors[route.tensor]
-        split = split_like(route.transfer, tensor.shape)
-        box = follow_strides(split.source, tensor.shape, tensor.resolved_strides)
-        if box is None:
-            strides = list(tensor.resolved_strides)
-            message = f"{tensor.name}: strides {strides} do not suit how the engine splits it; make it contiguous"
-            raise ProtocolError(ErrorCode.UNSUPPORTED, message)
-        return Transfer(box.moved(self.first_element(route.tensor)), split.target).merged()
+    def _view(self, part: SourceTensor) -> torch.Tensor:
+        return self._flat(part).as_strided(part.shape, part.resolved_strides, _first_element(part))
+
+    def _flat(self, part: SourceTensor) -> torch.Tensor:
+        """All of the segment that holds the part, in its dtype."""
+        return self._segments.typed(part.segment, part.dtype)
 
     def _make_room(self, plan: Plan) -> None:
         current = {key: found for key, found in self._compiled.items() if found.plan is plan}
@@ -150,21 +161,57 @@ class InplaceSource:
         if not self._planned:
             loader_tensors = {name: PLAN_OFF for name in names if name in plan.routes or name in plan.loader_only}
         plan.check_whole_modules(loader_tensors, names)
-        routes = [route for name in names if name not in loader_tensors for route in plan.routes.get(name, ())]
-        copies = tuple(self._named_copy(weights, route) for route in routes)
+        planned = [route for name in names if name not in loader_tensors for route in plan.routes.get(name, ())]
+        by_route = dict(copy for route in planned for copy in self._named_copies(weights, route))
+        copies = tuple(by_route.values())
         program = copy_program([named.copy for named in copies])
-        by_route = dict(zip(routes, copies, strict=True))
+        for name in loader_tensors:
+            # Whatever cannot be mapped has to be found out before the first write.
+            self.part_views(name)
         return CompiledSource(
             plan=plan,
             names=frozenset(names),
             copies=copies,
             program=program,
-            comparison=SampledComparison([(by_route[s.route], s.ordinals) for s in samples(weights, routes)]),
+            comparison=SampledComparison([(by_route[s.route], s.ordinals) for s in samples(weights, by_route)]),
             full_comparison=FullComparison(copies),
             loader_tensors=loader_tensors,
             size_bytes=program.size_bytes + sum(self.tensors[name].size_bytes for name in loader_tensors),
         )
 
-    def _named_copy(self, weights: EngineWeights, route: Route) -> NamedCopy:
-        copy = Copy(self.flat(route.tensor), weights.flat(route.parameter), self.transfer(route))
-        return NamedCopy(route.tensor, copy)
+    def _named_copies(self, weights: EngineWeights, route: Route) -> Iterator[tuple[Route, NamedCopy]]:
+        """The route, taken apart where its tensor lies in parts, and what copies each piece of it."""
+        for part in self._parts[route.tensor]:
+            for piece in _clipped(route.transfer, part):
+                copy = Copy(self._flat(part), weights.flat(route.parameter), _in_memory(piece, part))
+                yield Route(route.tensor, route.parameter, piece.merged()), NamedCopy(route.tensor, copy)
+
+
+def _clipped(transfer: Transfer, part: SourceTensor) -> list[Transfer]:
+    """What of a copy from the whole tensor comes from this part; raises `unsupported` where no box can say that."""
+    if part.shard is None:
+        return [transfer]
+    clipped = clip_to_region(transfer, part.shard.whole, part.shard.offsets, part.shape)
+    if clipped is None:
+        message = f"{part.name}: its shards do not suit how the engine splits it; send it whole, through buckets"
+        raise ProtocolError(ErrorCode.UNSUPPORTED, message)
+    return clipped
+
+
+def _in_memory(transfer: Transfer, part: SourceTensor) -> Transfer:
+    """The copy, its source counted in elements of the part's segment; raises `unsupported` for strides that no box can
+    follow."""
+    whole, strides = part.whole_shape, part.resolved_strides
+    split = split_like(transfer, whole)
+    box = follow_strides(split.source, whole, strides)
+    if box is None:
+        message = f"{part.name}: strides {list(strides)} do not suit how the engine splits it; make it contiguous"
+        raise ProtocolError(ErrorCode.UNSUPPORTED, message)
+    offsets = part.shard.offsets if part.shard else (0,) * len(whole)
+    before = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    return Transfer(box.moved(_first_element(part) - before), split.target).merged()
+
+
+def _first_element(part: SourceTensor) -> int:
+    """Counted from the segment's start, in elements."""
+    return part.offset_bytes // torch_dtype(part.dtype).itemsize
