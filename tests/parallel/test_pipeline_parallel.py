@@ -55,6 +55,18 @@ def test_refits_of_both_kinds_are_exact(daemon: Daemon, model: PreTrainedModel, 
         assert (said(daemon) == fresh) is (seed == 0)
 
 
+def test_a_tied_head_may_be_sent_if_it_is_equal(daemon: Daemon, model: PreTrainedModel, fresh: Said) -> None:
+    """Also to the stages that have no head: the same values are accepted, others are refused."""
+    tensors = {name: value.detach() for name, value in odd_model(0, KIND).named_parameters()}
+    daemon.refit({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+    assert said(daemon) == fresh
+    with pytest.raises(RefitdError) as refused:
+        daemon.refit({**tensors, "lm_head.weight": -tensors["model.embed_tokens.weight"]})
+    assert refused.value.code is ErrorCode.MANIFEST_MISMATCH
+    load(model, 0, KIND)
+    daemon.refit(model)
+
+
 def test_what_is_missing_is_judged_over_all_stages(daemon: Daemon, model: PreTrainedModel) -> None:
     """The manifest demands the layers of both stages, and a full refit without one of the second is refused."""
     load(model, 0, KIND)

@@ -10,7 +10,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 
 from refit_protocol.errors import ErrorCode, ProtocolError
-from refit_protocol.tensors import FLOAT_DTYPES, DType, SourceTensor, TensorShape
+from refit_protocol.tensors import FLOAT_DTYPES, DType, TensorShape
 from refitd.worker.cpu_patches import repack_experts
 from refitd.worker.loading import opaque_modules, reload, tied_heads, vocabulary_parameters
 from refitd.worker.manifest import Shapes, checkpoint_shapes
@@ -95,7 +95,7 @@ class EngineWeights:
             raise ProtocolError(ErrorCode.UNSUPPORTED, message)
         return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
 
-    def check_manifest(self, tensors: Collection[TensorShape | SourceTensor], *, complete: bool = True) -> None:
+    def check_manifest(self, tensors: Collection[TensorShape], *, complete: bool = True) -> None:
         """Raises `manifest_mismatch` listing what is missing (if `complete`), unexpected, of wrong shape or dtype."""
         given = {tensor.name: tensor for tensor in tensors}
         known = [(tensor, self.expected[tensor.name]) for tensor in tensors if tensor.name in self.expected]
@@ -134,10 +134,11 @@ class EngineWeights:
         parameters = dict(self.model.named_parameters())
         opaque = {**opaque_modules(self.model, config.use_mla), **self._demoted}
         self.plan = compile_plan(trace, self._shapes, parameters, opaque)
-        self.aliases = {**_tied_tensors(self.model, trace), **self.plan.aliases}
+        pipelined = self._vllm_config.parallel_config.pipeline_parallel_size > 1
+        ties = _tied_by_name(self._shapes, config.hf_text_config) if pipelined else _tied_tensors(self.model, trace)
+        self.aliases = {**ties, **self.plan.aliases}
         dtypes = {copy.tensor: parameters[copy.parameter].dtype for copy in trace.copies}
         self.expected = _expected(self._shapes, self.plan, self.aliases, dtypes, self.model_dtype)
-        pipelined = self._vllm_config.parallel_config.pipeline_parallel_size > 1
         self.on_several_stages = vocabulary_parameters(self.model) if pipelined else ()
         self._flat = {name: parameters[name].detach().view(-1) for name in self.plan.parameters}
         self._sites = [_site(self.model, name, parameters[name]) for name in self.plan.parameters]
@@ -179,6 +180,14 @@ def _tied_tensors(model: torch.nn.Module, trace: Trace) -> dict[str, str]:
     loaded = {copy.parameter: copy.tensor for copy in trace.copies}
     tied = {".".join(head.split(".")[-2:]): loaded.get(embedding) for head, embedding in tied_heads(model).items()}
     return {alias: name for alias, name in tied.items() if name is not None and name != alias}
+
+
+def _tied_by_name(shapes: Shapes, hf_text_config: Any) -> dict[str, str]:
+    """No pipeline stage but the last has the head, and only two have the embedding."""
+    embeddings = [name for name in shapes if name.endswith("embed_tokens.weight")]
+    if not embeddings or not getattr(hf_text_config, "tie_word_embeddings", False):
+        return {}
+    return {"lm_head.weight": embeddings[0]}
 
 
 def _castable(given: DType, expected: DType) -> bool:
