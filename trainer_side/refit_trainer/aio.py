@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 
     from refit_protocol.tensors import TensorShape
     from refit_trainer.collective import AsyncCollective, Broadcaster, CollectiveOptions
+    from refit_trainer.ranks import RankedRefits
     from refit_trainer.staging import Staging, Weights
 
 _Fact = TypeVar("_Fact", bound=Fact)
@@ -93,6 +94,7 @@ class AsyncDaemon:
         self.connection = connection
         self._plan = options.get("plan")
         self._role = WriterRole(connection, self._plan)
+        self._ranks: RankedRefits | None = None
         self._bucket_bytes = options.get("bucket_bytes", _BUCKET_BYTES)
         self._staging: Staging | None = None
         self._timeout_seconds = timeout_seconds
@@ -154,7 +156,8 @@ class AsyncDaemon:
     ) -> RefitReport:
         """Makes the engine serve `weights`, and returns when every worker holds them: they may change at once.
 
-        A module whose parameters are shared (`share_parameters`) is read in place. Any other module, a mapping from
+        A module whose parameters are shared (`share_parameters`) is read in place; if they are sharded, every rank of
+        torch.distributed calls this, with the same options, and gets the same report. Any other module, a mapping from
         checkpoint names to tensors, or an iterator of such pairs goes through two staging buckets; an iterator is
         consumed as they fill, on this thread. What it will yield has to be announced before: `specs` if given, else
         what it yielded last time, else the engine's own tensors in the dtype of the first one; `LayoutMismatch` if
@@ -285,6 +288,8 @@ class AsyncDaemon:
         if isinstance(weights, torch.nn.Module):
             if (shared := shared_module(weights)) is not None:
                 shared.memory.synchronise()
+                if shared.sharded:
+                    return (yield from self._ranked().refit(shared, options))
                 report: RefitReport = yield refit_in_place(self.connection, self._role, shared, options)
                 return report
             weights = checkpoint_tensors(weights)
@@ -309,6 +314,13 @@ class AsyncDaemon:
         return await self.connection.generate(command, blobs, mailbox, timeout_seconds=self._timeout_seconds)
 
     # --- inside ---
+
+    def _ranked(self) -> RankedRefits:
+        from refit_trainer.ranks import RankedRefits
+
+        if self._ranks is None:
+            self._ranks = RankedRefits(self.connection, self._role, self._plan)
+        return self._ranks
 
     async def _ask(self, command: Request, expected: type[_Fact], timeout_seconds: float | None = None) -> _Fact:
         return await self.connection.request(

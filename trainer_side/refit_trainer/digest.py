@@ -14,6 +14,7 @@ from refit_protocol.digest import (
     to_hex,
 )
 from refit_protocol.tensors import DType
+from refit_trainer.errors import NotShareable
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +49,8 @@ def weights_digest(
 def _tensor_sum(described: Described, values: Any, mode: DigestMode) -> int:
     import torch
 
+    if hasattr(values, "full_tensor"):
+        raise NotShareable(f"{described.name} is sharded: pass its full_tensor()")
     tensor = values.detach() if isinstance(values, torch.Tensor) else torch.from_numpy(values)
     dtype: torch.dtype = getattr(torch, described.dtype.value)
     flat = tensor.reshape(-1)

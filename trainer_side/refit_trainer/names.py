@@ -7,6 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
+from refit_trainer.errors import NotShareable
+from refit_trainer.shards import is_sharded
+
 # transformers 5 keeps a layer's experts in two fused parameters, checkpoints one tensor an expert and projection.
 _FUSED = re.compile(r"(?P<experts>.*\.experts)\.(?P<which>gate_up_proj|down_proj)$")
 _PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -49,6 +52,8 @@ def _wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
 
 def _per_expert(name: str, tensor: torch.Tensor, *, mixtral_like: bool) -> Iterator[tuple[str, torch.Tensor]]:
     fused = _FUSED.match(name)
+    if fused is not None and is_sharded(tensor):
+        raise NotShareable(f"{name} is sharded and holds many experts in one: pass full tensors to refit() instead")
     if fused is None or tensor.dim() != 3:
         yield _renamed(name, mixtral_like=mixtral_like), tensor
         return

@@ -13,18 +13,22 @@ from refit_trainer.backends import ExportedMemory, backend_for
 from refit_trainer.errors import NotShareable
 from refit_trainer.layouts import dtype_of
 from refit_trainer.names import bare_module, checkpoint_tensors, own_tensors
+from refit_trainer.shards import gathered_from, is_sharded, local_part, shard_of
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
 
 
 class SharedModule:
-    """The export of one module: `memory` and the checkpoint tensors in it."""
+    """The export of one module: `memory` and the checkpoint tensors in it, or this rank's parts of them."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         tensors = own_tensors(module)
-        _check_whole(tensors)
-        backend = backend_for(_device_type(tensors))
-        self.memory: ExportedMemory = backend.share([tensor for _, tensor in tensors])
+        _check_plain(tensors)
+        self.device = _device(tensors)
+        self.sharded = any(is_sharded(tensor) for _, tensor in tensors)
+        parts = [local_part(tensor) for _, tensor in tensors]
+        backend = backend_for(self.device.type)
+        self.memory: ExportedMemory = backend.share([*parts, *gathered_from(module)])
         self.tensors = [_described(name, tensor, self.memory) for name, tensor in checkpoint_tensors(module).items()]
         self._tensor_slots = list(_tensor_slots(module))
         self._module_slots = list(_module_slots(module))
@@ -33,7 +37,7 @@ class SharedModule:
         """The name of a part that no longer is where it was exported, None if all are. Called before every refit."""
         for holder, key, data_ptr in self._tensor_slots:
             tensor = holder.get(key)
-            if tensor is None or tensor.data_ptr() != data_ptr:
+            if tensor is None or local_part(tensor).data_ptr() != data_ptr:
                 return key
         for modules, key, child in self._module_slots:
             if modules.get(key) is not child:
@@ -49,8 +53,9 @@ def share_parameters(module: _Module) -> _Module:
 
     Every Parameter object stays the same (optimisers, ties and hooks go on working), its data moves once; on the CPU
     into one sealed memfd. Steps in place are seen by the next refit. Call it after the module is on its device and
-    in its dtype, and before the first refit. Raises `NotShareable` for parameters that are not wholly here: sharded
-    ones, or on several kinds of devices.
+    in its dtype, and before the first refit. Of a sharded module (FSDP2, tensor parallel: `DTensor`) it moves what lies
+    on this rank; then call it, and every refit, on all ranks. Raises `NotShareable` for parameters that are no plain
+    memory, on several kinds of devices, or sharded in a way that leaves no box of elements here.
     """
     bare = bare_module(module)
     known = _shared.get(bare)
@@ -74,34 +79,35 @@ def shared_module(module: torch.nn.Module) -> SharedModule | None:
     return shared
 
 
-def _check_whole(tensors: list[tuple[str, torch.Tensor]]) -> None:
+def _check_plain(tensors: list[tuple[str, torch.Tensor]]) -> None:
     for name, tensor in tensors:
-        if type(tensor.data) is not torch.Tensor:
-            kind = type(tensor.data).__name__
-            raise NotShareable(
-                f"{name} is a {kind}, not a whole tensor in memory: pass full tensors to refit() instead"
-            )
+        kind = type(local_part(tensor).data)
+        if kind is not torch.Tensor:
+            raise NotShareable(f"{name} is a {kind.__name__}, not plain memory: pass full tensors to refit() instead")
 
 
-def _device_type(tensors: list[tuple[str, torch.Tensor]]) -> str:
-    types = {tensor.device.type for _, tensor in tensors}
-    if len(types) != 1:
+def _device(tensors: list[tuple[str, torch.Tensor]]) -> torch.device:
+    """One on which the parameters lie; the others are of its kind."""
+    devices = {tensor.device for _, tensor in tensors}
+    if len(types := {device.type for device in devices}) != 1:
         raise NotShareable(f"the parameters have to lie on one kind of device, not on {sorted(types) or 'none'}")
-    return types.pop()
+    return devices.pop()
 
 
 def _described(name: str, tensor: torch.Tensor, memory: ExportedMemory) -> SourceTensor:
-    place = memory.locate(tensor) if tensor.numel() else (0, 0)
+    shard, part = shard_of(name, tensor), local_part(tensor)
+    place = memory.locate(part) if part.numel() else (0, 0)
     assert place is not None, f"{name} was shared a moment ago"
-    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-    row_major = tensor.numel() == 0 or strides == row_major_strides(shape)
+    shape, strides = tuple(part.shape), tuple(part.stride())
+    row_major = part.numel() == 0 or strides == row_major_strides(shape)
     return SourceTensor(
         name=name,
-        dtype=dtype_of(tensor),
+        dtype=dtype_of(part),
         shape=shape,
         segment=place[0],
         offset_bytes=place[1],
         strides=None if row_major else strides,
+        shard=shard,
     )
 
 
@@ -113,7 +119,7 @@ def _tensor_slots(module: torch.nn.Module) -> Iterator[tuple[Mapping[str, torch.
         for holder, tensors in ((owner._parameters, owner._parameters), (owner._buffers, persistent)):
             for key, tensor in tensors.items():
                 if tensor is not None:
-                    yield holder, key, tensor.data_ptr()
+                    yield holder, key, local_part(tensor).data_ptr()
 
 
 def _module_slots(

@@ -1,0 +1,173 @@
+"""Refits from all ranks of a trainer at once: every rank lends what it holds, and all get the same report."""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from refit_protocol.errors import ErrorCode
+from refit_protocol.messages import (
+    CloseSource,
+    CommitRefit,
+    GroupMember,
+    OpenSource,
+    PlanMode,
+    RefitCommitted,
+    RefitReport,
+    SourceClosed,
+    SourceOpened,
+)
+from refit_trainer.connection import Connection
+from refit_trainer.errors import NotShareable, RefitdError
+from refit_trainer.refits import RefitOptions, split_options
+from refit_trainer.steps import Steps
+from refit_trainer.writer import WriterRole
+
+if TYPE_CHECKING:
+    from refit_trainer.backends import ExportedMemory
+    from refit_trainer.sharing import SharedModule
+
+LEADER = 0
+_NO_EPOCH = -1
+# The daemon refused this one commit; what the ranks had opened is still open.
+_STILL_OPEN = frozenset(
+    {
+        ErrorCode.VERSION_NOT_INCREASING,
+        ErrorCode.NOT_FINITE,
+        ErrorCode.MANIFEST_MISMATCH,
+        ErrorCode.DEADLINE_EXCEEDED,
+        ErrorCode.REFIT_IN_PROGRESS,
+    }
+)
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """What the leader decides for all: the writer's epoch, and a secret for a source that may have to be opened."""
+
+    epoch: int
+    secret: tuple[int, int]
+
+    @property
+    def group(self) -> str:
+        return "".join(f"{part:016x}" for part in self.secret)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    session: str
+    epoch: int
+    source: int
+    memory: weakref.ref[ExportedMemory]
+
+
+class RankedRefits:
+    """One rank's side. Rank 0 of torch.distributed's default group leads: its session is the writer's."""
+
+    def __init__(self, connection: Connection, role: WriterRole, plan: PlanMode | None) -> None:
+        self._connection = connection
+        self._role = role
+        self._plan = plan
+        self._opened: _Opened | None = None
+        self._doubtful = False
+
+    def refit(self, shared: SharedModule, given: RefitOptions) -> Steps[RefitReport]:
+        """Has to be called by every rank with the same options. Raises on every rank, though not always the same."""
+        only, options, timeout_seconds = split_options(given)
+        if not dist.is_initialized():
+            raise NotShareable("the module is sharded: call refit() from every rank, inside torch.distributed")
+        terms = yield from self._agree(shared, timeout_seconds)
+        try:
+            if not _all(self._is_open(shared, terms), shared.device):
+                yield from self._open(shared, terms, timeout_seconds)
+            assert self._opened is not None, "opened above"
+            command = CommitRefit(epoch=terms.epoch, source=self._opened.source, only=only, **options)
+            # The others are waited for first, and then the refit may take as long.
+            committed: RefitCommitted = yield self._connection.request(
+                command, RefitCommitted, timeout_seconds=2 * timeout_seconds
+            )
+            return committed.report
+        except RefitdError as error:
+            self._doubtful = error.code not in _STILL_OPEN
+            self._role.note(error)
+            raise
+        finally:
+            if dist.get_rank() == LEADER:
+                yield self._role.leave()
+
+    def _agree(self, shared: SharedModule, timeout_seconds: float) -> Steps[_Terms]:
+        """The leader takes the role and tells the others; they also learn when it could not."""
+        if dist.get_rank() != LEADER:
+            terms = _told(None, shared.device)
+            if terms.epoch == _NO_EPOCH:
+                raise RefitdError("rank 0 could not acquire the writer's role: see its error", retryable=True)
+            return terms
+        try:
+            epoch: int = yield self._role.enter(timeout_seconds)
+        except BaseException:
+            _told(_Terms(_NO_EPOCH, (0, 0)), shared.device)
+            raise
+        try:
+            return _told(_Terms(epoch, (secrets.randbits(63), secrets.randbits(63))), shared.device)
+        except BaseException:
+            yield self._role.leave()
+            raise
+
+    def _is_open(self, shared: SharedModule, terms: _Terms) -> bool:
+        opened = self._opened
+        return (
+            opened is not None
+            and not self._doubtful
+            and opened.memory() is shared.memory
+            and (opened.session, opened.epoch) == (self._connection.welcome.session, terms.epoch)
+        )
+
+    def _open(self, shared: SharedModule, terms: _Terms, timeout_seconds: float) -> Steps[None]:
+        if dist.get_rank() == LEADER:
+            yield from self._close_former(terms, timeout_seconds)
+        self._opened = None
+        command = OpenSource(
+            epoch=terms.epoch,
+            kind="inplace",
+            segments=shared.memory.segments,
+            tensors=shared.tensors,
+            plan=self._plan,
+            member=GroupMember(group=terms.group, rank=dist.get_rank(), world_size=dist.get_world_size()),
+            deadline_seconds=timeout_seconds,
+        )
+        opened: SourceOpened = yield self._connection.request(
+            command, SourceOpened, timeout_seconds=2 * timeout_seconds
+        )
+        session = self._connection.welcome.session
+        self._opened = _Opened(session, terms.epoch, opened.source, weakref.ref(shared.memory))
+        self._doubtful = False
+
+    def _close_former(self, terms: _Terms, timeout_seconds: float) -> Steps[None]:
+        if self._opened is None or self._opened.epoch != terms.epoch:
+            return
+        command = CloseSource(epoch=terms.epoch, source=self._opened.source)
+        try:
+            yield self._connection.request(command, SourceClosed, timeout_seconds=timeout_seconds)
+        except RefitdError as error:
+            if error.code is not ErrorCode.UNKNOWN_SOURCE:
+                raise
+
+
+def _told(terms: _Terms | None, device: torch.device) -> _Terms:
+    """The leader's terms, on every rank."""
+    numbers = torch.tensor([0, 0, 0] if terms is None else [terms.epoch, *terms.secret], device=device)
+    dist.broadcast(numbers, LEADER)
+    epoch, *secret = numbers.tolist()
+    return _Terms(epoch, (secret[0], secret[1]))
+
+
+def _all(condition: bool, device: torch.device) -> bool:
+    """Whether it holds on every rank."""
+    number = torch.tensor(int(condition), device=device)
+    dist.all_reduce(number, dist.ReduceOp.MIN)
+    return bool(number)
