@@ -6,6 +6,7 @@ import ctypes
 import os
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -128,16 +129,27 @@ def _release(allocation: _Allocation) -> None:
 
 def _check_owner(segment: CudaIpcSegment, device: torch.device) -> None:
     own = device_uuid(device)
-    if segment.device_uuid != own:
+    if segment.device_uuid != own and not _can_read(segment.device_uuid, device):
         raise ProtocolError(
             ErrorCode.WRONG_DEVICE,
-            f"the memory lies on {segment.device_uuid}, this worker runs on {own}: trainer and engine need one device",
+            f"the memory lies on {segment.device_uuid}, this worker runs on {own} and cannot read it there: trainer "
+            "and engine need one device, or devices that reach each other and are both visible to the daemon",
             given=segment.device_uuid,
             expected=own,
         )
     if segment.pid == os.getpid():
         message = "the handle is the engine's own: a process cannot open its own memory by handle"
         raise ProtocolError(ErrorCode.INVALID_DESCRIPTOR, message)
+
+
+@cache
+def _can_read(uuid: str, device: torch.device) -> bool:
+    """Whether that other device is visible to this process and this one can read its memory."""
+    others = (index for index in range(torch.cuda.device_count()) if index != device.index)
+    return any(
+        device_uuid(torch.device("cuda", index)) == uuid and torch.cuda.can_device_access_peer(device, index)
+        for index in others
+    )
 
 
 def _check_size(segment: CudaIpcSegment, allocation: _Allocation) -> None:
