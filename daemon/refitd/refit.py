@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 import msgspec
@@ -26,7 +26,6 @@ from refit_protocol.messages import (
     BroadcastReceived,
     BucketApplied,
     CloseSource,
-    CollectiveJoined,
     CommitRefit,
     FinishRefit,
     GetDigest,
@@ -44,25 +43,23 @@ from refit_protocol.messages import (
     ReloadWeights,
     RestoreWeights,
     SourceClosed,
-    SourceOpened,
     ValidateRefit,
     WeightsDigest,
     WeightsRestored,
     WriterAcquired,
     WriterReleased,
 )
-from refit_protocol.states import NOT_SERVABLE, EngineState
-from refit_protocol.tensors import check_pieces, check_segments, check_source_tensors
+from refit_protocol.states import EngineState
+from refit_protocol.tensors import check_pieces
 from refitd.checkpoints import checkpoint_directory
-from refitd.collective import check_group, join_group
 from refitd.commit import Commit, Ticket
 from refitd.config import Config
 from refitd.engine import Engine
 from refitd.gate import Gate
-from refitd.groups import Group, Groups, merged
-from refitd.ranks import combine_digests, combine_paths, combine_unplanned
+from refitd.ranks import combine_digests, combine_paths
 from refitd.sessions import Answer, Call, Session
 from refitd.source import BucketRefit, Source
+from refitd.sources import Sources
 from refitd.writer import Writer
 
 log = structlog.get_logger()
@@ -78,11 +75,10 @@ class Refit:
         self._commit = commit
         self.writer = Writer(epoch)
         self._ids = itertools.count(1)
-        self._sources: dict[int, Source] = {}
         self._bucket_refit: BucketRefit | None = None
         self._running: set[asyncio.Task[Any]] = set()
         self._windows: dict[asyncio.Task[Any], tuple[Session, Ticket]] = {}
-        self._groups = Groups(self._run)
+        self._sources = Sources(config, engine, commit, self.writer, self._ids, self._run)
 
     @property
     def sources(self) -> int:
@@ -98,7 +94,7 @@ class Refit:
             await self._finish_even_if_cancelled(self._let_go(previous, "its session ended"))
         epoch = self.writer.acquire(call.owner, takeover=call.body.takeover)
         if previous is not None and previous is not call.owner:
-            self._groups.dissolve_all(_writer_changed())
+            self._sources.end_groups(_writer_changed())
             await self._finish_even_if_cancelled(self._let_go(previous, "another session took over"))
         yield Answer(WriterAcquired(epoch=epoch))
 
@@ -113,7 +109,7 @@ class Refit:
 
     async def settle(self) -> None:
         """Ends a bucket refit that is under way and waits for what writes; afterwards no refit is open."""
-        self._groups.dissolve_all(ProtocolError(ErrorCode.DRAINING, "the daemon is shutting down"))
+        self._sources.end_groups(ProtocolError(ErrorCode.DRAINING, "the daemon is shutting down"))
         if self._bucket_refit is not None:
             await self._abort(self._bucket_refit, "the daemon is shutting down")
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -124,33 +120,12 @@ class Refit:
         assert isinstance(call.body, OpenSource)
         body = call.body
         if body.member is not None:
-            yield Answer(await self._open_with_others(call.owner, body))
+            wait_seconds = self._wait_seconds(body.deadline_seconds)
+            yield Answer(await self._sources.open_with_others(call.owner, body, wait_seconds))
             return
         self.writer.check(call.owner, body.epoch)
         self._commit.refuse_while_busy()
-        _check_source(call.owner, body)
-        self._check_room(len(body.segments))
-        opened = await self._finish_even_if_cancelled(self._open(call.owner, body, None))
-        yield Answer(opened)
-
-    async def _open_with_others(self, session: Session, body: OpenSource) -> SourceOpened:
-        self.writer.check_epoch(body.epoch)
-        group = self._groups.group_for(body, self._wait_seconds(body.deadline_seconds))
-        try:
-            _check_source(session, body)
-        except ProtocolError as error:
-            group.dissolve(error)
-            raise
-        return await group.join(session, body, lambda ranks: self._open_group(group, ranks))
-
-    async def _open_group(self, group: Group, ranks: Mapping[int, OpenSource]) -> SourceOpened:
-        body, writer = merged(ranks), self.writer.session
-        self.writer.check_epoch(body.epoch)
-        if writer is None or not group.has(writer):
-            raise ProtocolError(ErrorCode.GROUP_MISMATCH, "none of the ranks is the writer: let one acquire the role")
-        self._commit.refuse_while_busy()
-        self._check_room(len(body.segments))
-        return await self._open(writer, body, group)
+        yield Answer(await self._finish_even_if_cancelled(self._sources.open_alone(call.owner, body)))
 
     async def join_collective(self, call: Call) -> AsyncIterator[Answer]:
         """Generation goes on while the group forms; a session that ends meanwhile ends the waiting too."""
@@ -158,18 +133,13 @@ class Refit:
         body = call.body
         self.writer.check(call.owner, body.epoch)
         self._commit.refuse_while_busy()
-        if self._engine.info is None:
-            raise ProtocolError(*NOT_SERVABLE[EngineState.LOADING])
-        workers = len(self._engine.info.devices)
-        check_group(body, workers)
-        joined = await self._finish_even_if_cancelled(self._join(call.owner, body, workers))
-        yield Answer(joined)
+        yield Answer(await self._finish_even_if_cancelled(self._sources.join_collective(call.owner, body)))
 
     async def close_source(self, call: Call) -> AsyncIterator[Answer]:
         assert isinstance(call.body, CloseSource)
-        source = self._usable_source(call.owner, call.body.epoch, call.body.source)
+        source = self._sources.usable(call.owner, call.body.epoch, call.body.source)
         self._commit.refuse_while_busy()
-        await self._close(source)
+        await self._sources.close(source)
         yield Answer(SourceClosed(source=source.id))
 
     # --- the dry run --------------------------------------------------------------------------------------------------
@@ -179,7 +149,7 @@ class Refit:
         assert isinstance(call.body, ValidateRefit)
         body = call.body
         self.writer.check(call.owner, body.epoch)
-        source = self._source(body.source)
+        source = self._sources.find(body.source)
         ticket = self._ticket(body, partial=body.partial or body.only is not None)
         path = await self._finish_even_if_cancelled(self._validate(source, body, ticket))
         yield Answer(
@@ -213,7 +183,7 @@ class Refit:
         """One pass over the bytes, straight from the trainer's parameters."""
         assert isinstance(call.body, CommitRefit)
         body = call.body
-        group = self._usable_source(call.owner, body.epoch, body.source).group
+        group = self._sources.usable(call.owner, body.epoch, body.source).group
         if group is None:
             yield Answer(await self._commit_now(body))
         else:
@@ -221,7 +191,7 @@ class Refit:
             yield Answer(await group.commit(call.owner, body, wait_seconds, self._commit_now))
 
     async def _commit_now(self, body: CommitRefit) -> RefitHeld | RefitCommitted:
-        source = self._source(body.source)
+        source = self._sources.find(body.source)
         source.require("inplace")
         ticket = self._ticket(body, partial=body.only is not None)
         if body.hold:
@@ -268,7 +238,7 @@ class Refit:
         assert isinstance(call.body, BeginRefit)
         body = call.body
         self.writer.check(call.owner, body.epoch)
-        source = self._source(body.source)
+        source = self._sources.find(body.source)
         if source.kind == "inplace":
             source.require("bucket")
         ticket = self._ticket(body, partial=body.partial)
@@ -444,7 +414,7 @@ class Refit:
         swallowed = await refit.window.__aexit__(type(error) if error else None, error, None)
         assert not swallowed
         if error is not None and refit.reception == "under way":
-            await self._close(refit.source)
+            await self._sources.close(refit.source)
 
     # --- from disk ----------------------------------------------------------------------------------------------------
 
@@ -504,57 +474,15 @@ class Refit:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    async def _open(self, session: Session, body: OpenSource, group: Group | None) -> SourceOpened:
-        source = Source(next(self._ids), session, body.kind, tuple(body.segments), group=group)
-        answers = await self._engine.call_workers(
-            "refitd_open_source",
-            source.id,
-            body.kind,
-            [msgspec.to_builtins(segment, builtin_types=(bytes,)) for segment in body.segments],
-            [msgspec.to_builtins(tensor) for tensor in body.tensors],
-            body.plan or self._config.refit.plan,
-            timeout_seconds=self._config.refit.deadline_seconds,
-        )
-        self._sources[source.id] = source
-        if source.abandoned or self.writer.session is not session:
-            await self._close(source)
-        return SourceOpened(
-            source=source.id,
-            path=combine_paths(answers),
-            tensors=len({tensor.name for tensor in body.tensors}),
-            size_bytes=sum(int(answer["bytes"]) for answer in answers),
-            unplanned=combine_unplanned(answers),
-        )
-
-    async def _join(self, session: Session, body: JoinCollective, workers: int) -> CollectiveJoined:
-        source = Source(next(self._ids), session, "collective", ())
-        self._sources[source.id] = source
-        try:
-            joined = await join_group(self._engine, self._config.refit, source.id, body, workers)
-        except ProtocolError:
-            await self._close(source)
-            raise
-        source.broadcast_bytes = joined.bucket_bytes
-        return joined
-
-    async def _close(self, source: Source) -> None:
-        if self._sources.pop(source.id, None) is not None:
-            if source.group is not None:
-                source.group.dissolve(ProtocolError(ErrorCode.UNKNOWN_SOURCE, f"source {source.id} has been closed"))
-            await self._engine.call_workers(
-                "refitd_close_source", source.id, timeout_seconds=self._config.refit.deadline_seconds
-            )
-
     async def _let_go(self, session: Session, why: str) -> None:
+        self._sources.rank_left(session, why)
+        if self.writer.session is session:
+            self._sources.end_groups(_writer_changed())
         await self._leave_windows(session, why)
         refit = self._bucket_refit
         if refit is not None and refit.session is session:
             await self._abort(refit, why)
-        self._groups.left(session, why)
-        if self.writer.session is session:
-            self._groups.dissolve_all(_writer_changed())
-        for source in [source for source in self._sources.values() if source.belongs_to(session)]:
-            await self._close(source)
+        await self._sources.close_all_of(session)
         self.writer.release(session)
 
     def _ticket(self, body: CommitRefit | BeginRefit | ReloadWeights | ValidateRefit, *, partial: bool) -> Ticket:
@@ -571,36 +499,10 @@ class Refit:
             partial=partial,
         )
 
-    def _check_room(self, segments: int) -> None:
-        """Every segment of every source takes a mapping in every worker."""
-        limit = self._config.server.max_open_segments
-        held = sum(len(source.segments) for source in self._sources.values())
-        if held + segments > limit:
-            raise ProtocolError(
-                ErrorCode.LIMIT_EXCEEDED,
-                f"{segments} segments beside {held} that are open, at most {limit}: close sources, or lend fewer",
-                limit=limit,
-            )
-
     def _wait_seconds(self, asked: float | None) -> float:
         if asked is not None and asked <= 0:
             raise ProtocolError(ErrorCode.DEADLINE_EXCEEDED, f"deadline_seconds is {asked:g}: none is left")
         return asked or self._config.refit.deadline_seconds
-
-    def _usable_source(self, session: Session, epoch: int, source_id: int) -> Source:
-        """For the writer, and for the ranks that opened the source with it."""
-        source = self._sources.get(source_id)
-        if source is not None and source.belongs_to(session):
-            self.writer.check_epoch(epoch)
-        else:
-            self.writer.check(session, epoch)
-        return self._source(source_id)
-
-    def _source(self, source_id: int) -> Source:
-        source = self._sources.get(source_id)
-        if source is None:
-            raise ProtocolError(ErrorCode.UNKNOWN_SOURCE, f"source {source_id} is not open: send OpenSource")
-        return source
 
     def _refit_under_way(self, session: Session, epoch: int, refit_id: int) -> BucketRefit:
         self.writer.check(session, epoch)
@@ -663,26 +565,3 @@ def _writer_changed() -> ProtocolError:
     return ProtocolError(
         ErrorCode.STALE_EPOCH, "the writer of these ranks has given up its role: acquire it and open the source again"
     )
-
-
-def _check_source(session: Session, body: OpenSource) -> None:
-    check_segments(body.segments)
-    _check_peer(session, body)
-    if body.kind == "inplace":
-        check_source_tensors(body.tensors, body.segments)
-    elif body.tensors:
-        raise ProtocolError(ErrorCode.INVALID_DESCRIPTOR, "a bucket source has no tensors: BeginRefit names them")
-    elif body.member is not None:
-        raise ProtocolError(ErrorCode.INVALID_DESCRIPTOR, "ranks open in-place sources together, no buckets")
-    if body.member is None and (sharded := [tensor.name for tensor in body.tensors if tensor.shard is not None]):
-        raise ProtocolError(ErrorCode.INVALID_DESCRIPTOR, f"{sharded[0]} is a shard: open the source with all ranks")
-
-
-def _check_peer(session: Session, body: OpenSource) -> None:
-    """Memory is taken only from the process that opened the session."""
-    foreign = [segment.pid for segment in body.segments if segment.pid != session.pid]
-    if foreign:
-        raise ProtocolError(
-            ErrorCode.INVALID_DESCRIPTOR,
-            f"segment of process {foreign[0]}, but the session belongs to process {session.pid}: say pid in Hello",
-        )
