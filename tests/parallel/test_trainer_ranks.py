@@ -20,6 +20,8 @@ from refit_protocol.messages import (
     Failed,
     Goodbye,
     GroupMember,
+    Heartbeat,
+    HeartbeatAcknowledged,
     OpenSource,
     RefitCommitted,
     Reply,
@@ -242,6 +244,8 @@ def test_a_rank_that_leaves(daemon: Daemon, ranks: Ranks) -> None:
     source = opened(ranks)
     with unharmed(daemon):
         ranks.clients[0].post(CommitRefit(epoch=ranks.epoch, source=source))
+        # What is sent before is begun before.
+        ranks.clients[0].ask(Heartbeat(), HeartbeatAcknowledged)
         ranks.clients[1].post(Goodbye())
         assert codes(ranks.answers(0)) == [ErrorCode.GROUP_INCOMPLETE]
         ranks.clients[1].receive()
