@@ -89,7 +89,7 @@ class AsyncFleet:
         return Opening(lambda: _open(endpoints, timeout_seconds, options))
 
     async def join(self, timeout_seconds: float) -> None:
-        """Waits for the daemons, and for no one longer; raises `NoMember` where none is there."""
+        """Opens the sessions and learns the version that is served; raises `NoMember` where nobody answers in time."""
         answers = await self._members.look(timeout_seconds)
         if all(isinstance(answer, RefitdError) for answer in answers.values()):
             reasons = "; ".join(f"{endpoint}: {answer}" for endpoint, answer in answers.items())
