@@ -55,6 +55,7 @@ class Generation:
         self.send: Send = lambda _identity, _request, _answer: None
         self.can_send: Callable[[Session], bool] = lambda _session: True
         self.on_tokens: Callable[[int], None] = lambda _count: None
+        self.on_merged: Callable[[int], None] = lambda _deltas: None
         self.on_finished: Callable[[Job], None] = lambda _job: None
         engine.on_step = self.take_step
         gate.on_publish.append(self._readmit_unstarted)
@@ -298,7 +299,10 @@ class Generation:
     def _flush(self, session: Session) -> None:
         """One message with all that is new for this client, unless its connection is full: then it merges."""
         dirty = self._dirty.get(session)
-        if not dirty or not self.can_send(session):
+        if not dirty:
+            return
+        if not self.can_send(session):
+            self.on_merged(len(dirty))
             return
         del self._dirty[session]
         for output in dirty:

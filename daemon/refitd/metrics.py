@@ -138,7 +138,7 @@ class RefitdMetrics:
         self._sessions_opened.inc()
 
     def session_ended(self, why: str) -> None:
-        """`why` is one of a few words: goodbye, lease, death, shutdown."""
+        """`why` is one of the table's events that end a session (`SESSION_ENDS`)."""
         self._sessions_ended.labels(why).inc()
 
     def command_answered(self, command: str, seconds: float) -> None:

@@ -22,6 +22,7 @@ def observe(metrics: RefitdMetrics, app: App) -> None:
     app.server.on_refused = metrics.command_failed
     app.server.on_dropped = metrics.reply_dropped
     app.generation.on_tokens = metrics.tokens_generated
+    app.generation.on_merged = metrics.deltas_merged
     app.generation.on_finished = lambda job: _count_job(metrics, job)
     metrics.watch(lambda: _snapshot(app))
 
