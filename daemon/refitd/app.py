@@ -50,7 +50,7 @@ from refit_protocol.messages import (
     WakeUp,
 )
 from refit_protocol.states import EngineEvent, EngineState
-from refitd import __version__, load_progress, orphans, parent_death
+from refitd import __version__, load_progress, orphans, parent_death, shared_memory
 from refitd import log as logging_setup
 from refitd.adapters import Adapters
 from refitd.commit import Commit
@@ -137,6 +137,7 @@ def _settle_orphans(config: Config, environment: MutableMapping[str, str], *, re
         raise StartupError(f"an engine of an earlier run still lives: {named}; end it with --replace")
     if left := orphans.end(found):
         raise StartupError(f"could not end {', '.join(str(orphan) for orphan in left)}")
+    shared_memory.clear(config.runtime_directory)
     orphans.mark(environment, config.runtime_directory, gpus)
     load_progress.prepare(environment, config.runtime_directory)
 
@@ -292,6 +293,7 @@ class App:
         self.lifecycle.sampler = sampler
         self.metrics.model_loaded(info.model.name, __version__, info.vllm_version, info.load_seconds)
         orphans.record(self._config.runtime_directory, info.devices)
+        shared_memory.record(self._config.runtime_directory)
         load_progress.forget(self._config.runtime_directory)
 
     # --- running ------------------------------------------------------------------------------------------------------
@@ -418,6 +420,7 @@ class App:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.engine.stop()
         orphans.forget(self._config.runtime_directory)
+        shared_memory.clear(self._config.runtime_directory)
         self.server.close()
         log.info("stopped")
 
