@@ -13,7 +13,8 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distr
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from refit_trainer.errors import NotShareable
-from refit_trainer.shards import local_part, shard_of
+from refit_trainer.names import checkpoint_tensors
+from refit_trainer.shards import is_sharded, local_part, shard_of
 
 WORLD_SIZE = 4
 
@@ -57,6 +58,43 @@ def test_placements_without_a_box_are_refused() -> None:
         partial = torch.distributed.tensor.DTensor.from_local(torch.ones(4), mesh, [Partial()])
         with pytest.raises(NotShareable):
             shard_of("w", partial)
+
+
+class Layer(torch.nn.Module):
+    """As a mixture of experts keeps them in transformers: all experts of a layer in two parameters."""
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        super().__init__()
+        self.mlp = torch.nn.Module()
+        self.mlp.experts = torch.nn.Module()
+        self.mlp.experts.gate_up_proj = torch.nn.Parameter(gate_up)
+        self.mlp.experts.down_proj = torch.nn.Parameter(down)
+
+
+def test_experts_that_are_sharded_one_by_one_are_whole_tensors() -> None:
+    """Three experts over four ranks: each has one under its own number, and the last rank has none."""
+    gate_up, down = torch.randn(3, 8, 4), torch.randn(3, 4, 4)
+    every = checkpoint_tensors(Layer(gate_up, down))
+    found: dict[str, torch.Tensor] = {}
+    for rank in range(WORLD_SIZE):
+        with standing_in_for(rank):
+            mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+            parts = [distribute_tensor(each, mesh, [Shard(0)], src_data_rank=None) for each in (gate_up, down)]
+            held = checkpoint_tensors(Layer(*parts))
+            assert len(held) == (3 if rank < 3 else 0)
+            assert not any(is_sharded(tensor) for tensor in held.values())
+            found |= held
+    assert found.keys() == every.keys()
+    assert all(torch.equal(found[name], every[name]) for name in every)
+
+
+def test_experts_that_are_cut_apart_are_refused() -> None:
+    """Half of each expert is no tensor of a checkpoint."""
+    with standing_in_for(0):
+        mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+        part = distribute_tensor(torch.randn(3, 8, 4), mesh, [Shard(1)], src_data_rank=None)
+        with pytest.raises(NotShareable):
+            checkpoint_tensors(Layer(part, part))
 
 
 def test_whole_tensors_are_no_shards() -> None:

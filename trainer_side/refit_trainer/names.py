@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from refit_trainer.errors import NotShareable
-from refit_trainer.shards import is_sharded
+from refit_trainer.shards import local_part, shard_of
 
 # transformers 5 keeps a layer's experts in two fused parameters, checkpoints one tensor an expert and projection.
 _FUSED = re.compile(r"(?P<experts>.*\.experts)\.(?P<which>gate_up_proj|down_proj)$")
@@ -52,20 +52,29 @@ def _wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
 
 def _per_expert(name: str, tensor: torch.Tensor, *, mixtral_like: bool) -> Iterator[tuple[str, torch.Tensor]]:
     fused = _FUSED.match(name)
-    if fused is not None and is_sharded(tensor):
-        raise NotShareable(f"{name} is sharded and holds many experts in one: pass full tensors to refit() instead")
     if fused is None or tensor.dim() != 3:
         yield _renamed(name, mixtral_like=mixtral_like), tensor
         return
     experts = _renamed(fused["experts"], mixtral_like=mixtral_like)
     words = _MIXTRAL_PROJECTIONS if mixtral_like else _PROJECTIONS
-    for number, expert in enumerate(tensor):
+    first, held = _held_experts(name, tensor)
+    for number, expert in enumerate(held, first):
         if fused["which"] == "down_proj":
             yield f"{experts}.{number}.{words['down']}.weight", expert
         else:
             gate, up = expert.chunk(2)
             yield f"{experts}.{number}.{words['gate']}.weight", gate
             yield f"{experts}.{number}.{words['up']}.weight", up
+
+
+def _held_experts(name: str, tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """The first expert that lies on this rank, and all that do; raises `NotShareable` where experts are cut apart."""
+    shard, part = shard_of(name, tensor), local_part(tensor)
+    if shard is None:
+        return 0, part
+    if tuple(part.shape[1:]) != shard.whole[1:]:
+        raise NotShareable(f"{name} is sharded inside its experts: shard it by expert, or pass full tensors to refit()")
+    return shard.offsets[0], part
 
 
 def _renamed(name: str, *, mixtral_like: bool) -> str:
