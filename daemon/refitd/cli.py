@@ -21,6 +21,7 @@ except ImportError:
 if TYPE_CHECKING:
     from refitd.config import Config
     from refitd.doctor import Subject
+    from refitd.doctor.finding import Finding
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -187,7 +188,18 @@ def _subject(model: str | None, endpoint: str | None, file: Path | None) -> Subj
         model=loaded.model,
         http_address=(http.host, http.port) if http.enabled and http.port else None,
         daemon=_status_or_none(loaded.endpoint),
+        room=_room(loaded),
     )
+
+
+def _room(config: Config) -> Finding:
+    from refitd.doctor.finding import failed, passed
+    from refitd.room import room_problem
+
+    problem = room_problem(config, os.environ)
+    if problem is None:
+        return passed("memory", "free for the configured engine")
+    return failed("memory", problem, "what is here now counts: end what is no longer needed")
 
 
 def _ask_status(endpoint: str | None) -> Status:

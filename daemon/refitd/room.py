@@ -26,11 +26,10 @@ def room_problem(config: Config, environment: Mapping[str, str]) -> str | None:
 
 
 def host_problem(config: Config, available_bytes: int) -> str | None:
-    """Each worker of a CPU engine takes its KV cache whole; the weights are shared out among them."""
+    """Each worker of a CPU engine takes its KV cache whole; the weights are shared out in a replica."""
     engine = config.engine
-    workers = engine.tensor_parallel_size * engine.pipeline_parallel_size
-    cache_bytes = workers * engine.cpu_kv_cache_gib * GIB
-    needed_bytes = cache_bytes + weight_bytes(Path(config.model).expanduser())
+    cache_bytes = _workers(engine) * engine.cpu_kv_cache_gib * GIB
+    needed_bytes = cache_bytes + engine.data_parallel_size * weight_bytes(Path(config.model).expanduser())
     if needed_bytes <= available_bytes:
         return None
     return (
@@ -42,9 +41,8 @@ def host_problem(config: Config, available_bytes: int) -> str | None:
 def gpu_problem(engine: EngineConfig, gpus: Sequence[Gpu], visible: Sequence[str]) -> str | None:
     """Of the devices that the engine will use; what a part of a divided GPU has free is not known here."""
     fraction = engine.gpu_memory_utilization or DEFAULT_GPU_FRACTION
-    workers = engine.tensor_parallel_size * engine.pipeline_parallel_size
     by_uuid = {gpu.uuid: gpu for gpu in gpus if not gpu.mig_uuids}
-    for gpu in (by_uuid[uuid] for uuid in visible[:workers] if uuid in by_uuid):
+    for gpu in (by_uuid[uuid] for uuid in visible[: _workers(engine)] if uuid in by_uuid):
         if gpu.free_bytes < fraction * gpu.total_bytes:
             return (
                 f"{gpu.name} {gpu.uuid} has {gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free, "
@@ -52,6 +50,10 @@ def gpu_problem(engine: EngineConfig, gpus: Sequence[Gpu], visible: Sequence[str
                 "lower it, or wait (nvidia-smi names who uses the device)"
             )
     return None
+
+
+def _workers(engine: EngineConfig) -> int:
+    return engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
 
 
 def _is_cpu_build() -> bool:

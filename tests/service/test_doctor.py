@@ -19,6 +19,7 @@ from refitd.doctor import Subject, devices, examine, host, neighbour, places, sh
 from refitd.doctor.devices import Gpu
 from refitd.doctor.finding import Finding, Verdict, any_failed, failed, passed, warned
 from refitd.doctor.report import as_json, as_table
+from tests.daemon_process import DaemonProcess
 
 PASS, WARN, FAIL = Verdict.PASS, Verdict.WARN, Verdict.FAIL
 
@@ -379,6 +380,38 @@ def test_a_daemon_beside_us(tmp_path: Path) -> None:
     found = verdicts(neighbour.check_daemon_process(os.getpid(), f"ipc://{tmp_path}/refitd.sock"))
     assert set(found.values()) == {PASS}
     assert {"user", "PID namespace", "IPC namespace", "/tmp"} <= set(found)
+
+
+def doctor(*arguments: str) -> tuple[int, dict[str, str]]:
+    """What the command says of each check, and its exit code."""
+    command = [sys.executable, "-m", "refitd", "doctor", "--json", *arguments]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    report = json.loads(finished.stdout)
+    assert report["ok"] == (finished.returncode == 0)
+    return finished.returncode, {finding["check"]: finding["verdict"] for finding in report["findings"]}
+
+
+def test_from_the_trainers_side_against_a_running_daemon(daemon_process: DaemonProcess) -> None:
+    """It asks the daemon who it is, compares, and finds nothing in the way."""
+    code, found = doctor("--endpoint", daemon_process.endpoint)
+    assert code == 0
+    assert {found[check] for check in ("version", "user", "PID namespace", "IPC namespace", "/tmp", "socket")} == {
+        "pass"
+    }
+    assert "orphans" not in found
+
+
+@pytest.mark.parametrize(("cache_gib", "code", "verdict"), [(1, 0, "pass"), (1_000_000, 1, "fail")])
+def test_a_configuration_is_examined_as_the_service_would_use_it(
+    model_path: Path, short_directory: Path, cache_gib: int, code: int, verdict: str
+) -> None:
+    """Its model, places and port, and whether there is memory for its engine."""
+    file = short_directory / "doctor.toml"
+    place = f'endpoint = "ipc://{short_directory}/none.sock"\nruntime_directory = "{short_directory}"'
+    file.write_text(f'model = "{model_path}"\n{place}\n[engine]\ncpu_kv_cache_gib = {cache_gib}\n')
+    exit_code, found = doctor("--config", str(file))
+    assert (exit_code, found["memory"]) == (code, verdict)
+    assert found["model"] == found["runtime directory"] == found["orphans"] == "pass"
 
 
 def test_versions_that_differ_are_a_warning() -> None:

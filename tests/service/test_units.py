@@ -70,10 +70,10 @@ def test_systemd_understands_what_is_installed(tmp_path: Path, refitd: Path, nam
 
 @needs_systemd_analyze
 def test_the_sandbox_stays_as_tight_as_the_manual_says(tmp_path: Path, refitd: Path) -> None:
-    """systemd's own score, run as an ordinary user, is at most 2.9 of 10."""
+    """systemd's own score, run as an ordinary user, is at most 2.6 of 10."""
     install(tmp_path, "--refitd", str(refitd), "--run-as", "daemon")
     scored = subprocess.run(
-        ["systemd-analyze", "security", "--offline=true", "--threshold=29", "--no-pager", "refitd.service"],
+        ["systemd-analyze", "security", "--offline=true", "--threshold=26", "--no-pager", "refitd.service"],
         env={**os.environ, "SYSTEMD_UNIT_PATH": f"{tmp_path}/etc/systemd/system:"},
         capture_output=True,
         text=True,

@@ -22,7 +22,10 @@ from refitd.doctor.software import check_software
 
 @dataclass(frozen=True)
 class Subject:
-    """What is to be examined. `daemon` is the status of the one that answers at `endpoint`, None where none does."""
+    """What is to be examined. `daemon` is the status of the one that answers at `endpoint`, None where none does.
+
+    `room` is what was found of the memory that the configured engine will take, None without a configuration.
+    """
 
     environment: Mapping[str, str]
     endpoint: str
@@ -30,6 +33,7 @@ class Subject:
     model: str | None = None
     http_address: tuple[str, int] | None = None
     daemon: Status | None = None
+    room: Finding | None = None
 
 
 def examine(subject: Subject) -> Iterator[Finding]:
@@ -56,6 +60,8 @@ def _before_the_start(subject: Subject, gpus: list[Gpu]) -> Iterator[Finding]:
         yield check_port(*subject.http_address)
     if subject.model is not None:
         yield check_model(subject.model)
+    if subject.room is not None:
+        yield subject.room
 
 
 def _beside_a_daemon(daemon: Status, subject: Subject, gpus: list[Gpu]) -> Iterator[Finding]:
