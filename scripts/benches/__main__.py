@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from scripts.benches.figures import Figure, show, write_json
 
-NAMES = ("refit", "parallel", "wire", "generate", "fleet", "scaling", "gpu")
+NAMES = ("refit", "parallel", "collective", "wire", "generate", "fleet", "scaling", "gpu")
 
 
 def main() -> None:

@@ -76,7 +76,11 @@ class Listener:
             master_listen_fd=self._socket.detach(),
         )
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """What the store has not taken over is closed: nobody must wait for an answer from it."""
         self._socket.close()
 
 
@@ -124,9 +128,9 @@ class BroadcastGroup:
         timeout_seconds: float,
         stopped: threading.Event,
     ) -> Self:
-        """The same on a port that is held already, until `stopped`."""
+        """The same on a port that is held already, and given up with an error; until `stopped`."""
         terms = GroupTerms(world_size=world_size, backend=_backend(device), bucket_bytes=bucket_bytes)
-        with _typed():
+        with _typed(), listener:
             terms.check()
             store = listener.store(timeout_seconds)
             rendezvous = Rendezvous(store, SOURCE_RANK, stopped)
