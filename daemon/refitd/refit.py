@@ -311,7 +311,7 @@ class Refit:
         return sum(int(answer["bytes"]) for answer in answers)
 
     async def receive_broadcast(self, call: Call) -> AsyncIterator[Answer]:
-        """One RPC a broadcast: between two of them the refit can be aborted, and the engine shows that it is alive."""
+        """Short RPCs: between two of them the refit can be aborted, and the engine shows that it is alive."""
         assert isinstance(call.body, ReceiveBroadcast)
         refit = self._refit_under_way(call.owner, call.body.epoch, call.body.refit)
         refit.source.require("collective")
@@ -323,29 +323,28 @@ class Refit:
         yield Answer(BroadcastReceived(refit=refit.id, size_bytes=size_bytes))
 
     async def _receive(self, refit: BucketRefit) -> int:
-        layout = BroadcastLayout(tuple(refit.announced.values()), refit.source.broadcast_bytes)
-        for number in range(len(layout)):
+        while refit.reception != "complete":
             async with refit.order:
                 self._check_current(refit)
                 try:
-                    await self._receive_one(refit, number)
+                    await self._receive_some(refit)
                 except ProtocolError as error:
                     await self._end_bucket_refit(refit, error)
                     raise
-        refit.reception = "complete"
-        return layout.size_bytes
+        return BroadcastLayout(tuple(refit.announced.values()), refit.source.broadcast_bytes).size_bytes
 
-    async def _receive_one(self, refit: BucketRefit, number: int) -> None:
+    async def _receive_some(self, refit: BucketRefit) -> None:
         """The workers' wait ends before ours: else a trainer that is slow would pass for an engine that hangs."""
         remaining_seconds = refit.ticket.remaining_seconds
-        await self._engine.call_workers(
+        answers = await self._engine.call_workers(
             "refitd_receive",
-            number,
             remaining_seconds,
             timeout_seconds=remaining_seconds + self._config.refit.deadline_seconds,
             writes=True,
             direct=True,
         )
+        if all(answer["complete"] for answer in answers):
+            refit.reception = "complete"
 
     async def finish(self, call: Call) -> AsyncIterator[Answer]:
         assert isinstance(call.body, FinishRefit)

@@ -1,4 +1,4 @@
-"""How tensors lie in the broadcasts of a collective refit: one stream of bytes, cut into pieces of one size.
+"""How tensors lie in the broadcasts of a collective refit.
 
 Both sides compute the same layout from what `BeginRefit` announced, so nothing about it travels with the data.
 """
@@ -18,51 +18,61 @@ ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True)
+class Broadcast:
+    """`size_bytes` that hold `pieces`, which do not overlap."""
+
+    pieces: tuple[BucketPiece, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True)
 class BroadcastLayout:
-    """Each tensor begins at the next multiple of 64 after the one before; the stream is cut every `bucket_bytes`, a
-    multiple of 64, wherever that falls.
+    """The tensors in their order, in broadcasts of at most `bucket_bytes`, which is a multiple of 64.
+
+    A tensor of a quarter of that or more has broadcasts of its own, so that it can be sent from where it lies: all but
+    the last of them full. Others are put together, each at the next multiple of 64; one that does not fit any more
+    begins the next broadcast. Tensors without elements are in none.
     """
 
     tensors: tuple[TensorShape, ...]
     bucket_bytes: int
 
-    def __len__(self) -> int:
-        """The number of broadcasts."""
-        return -(-self.size_bytes // self.bucket_bytes)
+    @cached_property
+    def broadcasts(self) -> Sequence[Broadcast]:
+        return list(self._broadcasts())
 
     @cached_property
     def size_bytes(self) -> int:
-        """Of the whole stream, padding included."""
-        return sum(aligned(tensor.size_bytes, ALIGNMENT_BYTES) for tensor in self.tensors)
-
-    @cached_property
-    def buckets(self) -> Sequence[tuple[BucketPiece, ...]]:
-        """The pieces of every broadcast, in the order of the stream; tensors without elements have none."""
-        buckets: list[list[BucketPiece]] = [[] for _ in range(len(self))]
-        for bucket, piece in self._pieces():
-            buckets[bucket].append(piece)
-        return [tuple(pieces) for pieces in buckets]
+        """Of all broadcasts together, padding included."""
+        return sum(broadcast.size_bytes for broadcast in self.broadcasts)
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the names, dtypes and shapes as message pack, in hex: both sides must mean the same stream."""
+        """SHA-256 of the names, dtypes and shapes as message pack, in hex: both sides must mean the same tensors."""
         described = [[tensor.name, tensor.dtype.value, list(tensor.shape)] for tensor in self.tensors]
         return hashlib.sha256(msgspec.msgpack.encode(described)).hexdigest()
 
-    def broadcast_bytes(self, bucket: int) -> int:
-        """All are `bucket_bytes` long, except for the last one."""
-        return min(self.bucket_bytes, self.size_bytes - bucket * self.bucket_bytes)
-
-    def _pieces(self) -> Iterator[tuple[int, BucketPiece]]:
-        begin = 0
+    def _broadcasts(self) -> Iterator[Broadcast]:
+        pieces: list[BucketPiece] = []
+        used_bytes = 0
         for tensor in self.tensors:
-            item_bytes = ITEM_BYTES[tensor.dtype]
-            end = begin + tensor.size_bytes
-            at = begin
-            while at < end:
-                bucket, offset_bytes = divmod(at, self.bucket_bytes)
-                count = (min(end, (bucket + 1) * self.bucket_bytes) - at) // item_bytes
-                first = (at - begin) // item_bytes
-                yield bucket, BucketPiece(name=tensor.name, first=first, count=count, offset_bytes=offset_bytes)
-                at += count * item_bytes
-            begin = aligned(end, ALIGNMENT_BYTES)
+            begin = aligned(used_bytes, ALIGNMENT_BYTES)
+            stands_alone = 4 * tensor.size_bytes >= self.bucket_bytes
+            if pieces and (stands_alone or begin + tensor.size_bytes > self.bucket_bytes):
+                yield Broadcast(tuple(pieces), used_bytes)
+                pieces, used_bytes, begin = [], 0, 0
+            if stands_alone:
+                yield from self._cut(tensor)
+            elif tensor.elements:
+                pieces.append(BucketPiece(name=tensor.name, first=0, count=tensor.elements, offset_bytes=begin))
+                used_bytes = begin + tensor.size_bytes
+        if pieces:
+            yield Broadcast(tuple(pieces), used_bytes)
+
+    def _cut(self, tensor: TensorShape) -> Iterator[Broadcast]:
+        item_bytes = ITEM_BYTES[tensor.dtype]
+        most = self.bucket_bytes // item_bytes
+        for first in range(0, tensor.elements, most):
+            count = min(most, tensor.elements - first)
+            piece = BucketPiece(name=tensor.name, first=first, count=count, offset_bytes=0)
+            yield Broadcast((piece,), count * item_bytes)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refit_protocol.broadcast import ALIGNMENT_BYTES, BroadcastLayout
-from refit_protocol.tensors import ITEM_BYTES, DType, TensorShape, check_pieces
+from refit_protocol.tensors import DType, TensorShape, aligned, check_pieces
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 DTYPES = st.sampled_from([DType.INT8, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64])
@@ -22,46 +22,56 @@ SIZES = st.integers(1, 20).map(lambda count: count * ALIGNMENT_BYTES)
 
 
 @given(TENSORS, SIZES)
-def test_every_element_comes_once_in_order_and_inside_its_piece(
+def test_every_element_comes_once_in_order_and_inside_its_broadcast(
     tensors: tuple[TensorShape, ...], bucket_bytes: int
 ) -> None:
     layout = BroadcastLayout(tensors, bucket_bytes)
     announced = {tensor.name: tensor for tensor in tensors}
     came: dict[str, list[int]] = {name: [] for name in announced}
-    for number, pieces in enumerate(layout.buckets):
-        check_pieces(list(pieces), announced, layout.broadcast_bytes(number))
-        for piece in pieces:
+    order = []
+    for broadcast in layout.broadcasts:
+        assert 0 < broadcast.size_bytes <= bucket_bytes
+        check_pieces(list(broadcast.pieces), announced, broadcast.size_bytes)
+        for piece in broadcast.pieces:
             came[piece.name] += range(piece.first, piece.first + piece.count)
+            order.append(piece.name)
     assert came == {tensor.name: list(range(tensor.elements)) for tensor in tensors}
+    assert order == sorted(order)
+    assert layout.size_bytes == sum(broadcast.size_bytes for broadcast in layout.broadcasts)
 
 
 @given(TENSORS, SIZES)
-def test_all_pieces_but_the_last_are_full_and_tensors_start_aligned(
+def test_large_tensors_stand_alone_in_full_broadcasts_and_small_ones_whole_and_aligned(
     tensors: tuple[TensorShape, ...], bucket_bytes: int
 ) -> None:
     layout = BroadcastLayout(tensors, bucket_bytes)
-    sizes = [layout.broadcast_bytes(number) for number in range(len(layout))]
-    assert sum(sizes) == layout.size_bytes
-    assert all(size == bucket_bytes for size in sizes[:-1])
-    assert all(size > 0 for size in sizes)
-    for number, pieces in enumerate(layout.buckets):
-        for piece in pieces:
-            if piece.first == 0:
-                assert (number * bucket_bytes + piece.offset_bytes) % ALIGNMENT_BYTES == 0
+    announced = {tensor.name: tensor for tensor in tensors}
+    for broadcast in layout.broadcasts:
+        for piece in broadcast.pieces:
+            tensor = announced[piece.name]
+            if 4 * tensor.size_bytes >= bucket_bytes:
+                assert len(broadcast.pieces) == 1
+                is_last = piece.first + piece.count == tensor.elements
+                assert is_last or broadcast.size_bytes == bucket_bytes
+            else:
+                assert piece.count == tensor.elements
+            assert piece.offset_bytes % ALIGNMENT_BYTES == 0
 
 
 @given(TENSORS, SIZES)
-def test_no_byte_lies_between_tensors_but_padding(tensors: tuple[TensorShape, ...], bucket_bytes: int) -> None:
-    """The gaps of the stream are shorter than the alignment."""
+def test_no_room_is_left_where_a_small_tensor_would_fit(tensors: tuple[TensorShape, ...], bucket_bytes: int) -> None:
+    """Gaps between tensors are shorter than the alignment, and a new broadcast begins only where it must."""
     layout = BroadcastLayout(tensors, bucket_bytes)
-    spans = [
-        (start := number * bucket_bytes + piece.offset_bytes, start + piece.count * ITEM_BYTES[by_name.dtype])
-        for number, pieces in enumerate(layout.buckets)
-        for piece in pieces
-        for by_name in tensors
-        if by_name.name == piece.name
-    ]
-    assert all(0 <= begin - end < ALIGNMENT_BYTES for (_, end), (begin, _) in pairwise(spans))
+    announced = {tensor.name: tensor for tensor in tensors}
+    small = [b for b in layout.broadcasts if 4 * announced[b.pieces[0].name].size_bytes < bucket_bytes]
+    for broadcast in small:
+        for piece, following in pairwise(broadcast.pieces):
+            gap = following.offset_bytes - piece.offset_bytes - announced[piece.name].size_bytes
+            assert 0 <= gap < ALIGNMENT_BYTES
+    for broadcast, following in pairwise(layout.broadcasts):
+        if broadcast in small and following in small:
+            begin = aligned(broadcast.size_bytes, ALIGNMENT_BYTES)
+            assert begin + announced[following.pieces[0].name].size_bytes > bucket_bytes
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_what_is_broadcast_arrives(pool: ThreadPoolExecutor) -> None:
             attending = pool.submit(other.attend, SPECS)
             host.broadcast(tensors())
             attending.result()
-            # 480 bytes of `a`, then 32 of padding, then `b` at the start of a piece of its own.
+            # `a` has four broadcasts of its own, then comes `b`.
             assert other._buffers[0][:5].tolist() == [0, 1, 2, 3, 4]
 
 

@@ -60,23 +60,26 @@ def pack(
     yield filled
 
 
-def pack_stream(
+def pack_broadcasts(
     tensors: Iterator[tuple[str, torch.Tensor]], layout: BroadcastLayout, buffers: Sequence[torch.Tensor]
 ) -> Iterator[torch.Tensor]:
-    """Yields the stream of `layout`, a piece in each of the `buffers` in turn, one piece being packed when it is asked
-    for. Raises `LayoutMismatch` unless exactly the layout's tensors come, in its order.
+    """Yields the bytes of each broadcast: packed into one of the `buffers` in turn when it is asked for, or the very
+    memory of a tensor that has it alone. Raises `LayoutMismatch` unless the layout's tensors come, all in its order.
     """
     expected = iter(layout.tensors)
     name, tensor = "", torch.empty(0)
-    for number, pieces in enumerate(layout.buckets):
+    for number, broadcast in enumerate(layout.broadcasts):
         buffer = buffers[number % len(buffers)]
-        for piece in pieces:
+        for piece in broadcast.pieces:
             while name != piece.name:
                 name, tensor = _next_in_order(tensors, next(expected))
-            size_bytes = piece.count * tensor.element_size()
-            target = buffer[piece.offset_bytes : piece.offset_bytes + size_bytes]
+            if len(broadcast.pieces) == 1 and tensor.is_contiguous() and tensor.device == buffer.device:
+                view = tensor.view(-1)[piece.first : piece.first + piece.count].view(torch.uint8)
+                break
+            view = buffer[: broadcast.size_bytes]
+            target = view[piece.offset_bytes : piece.offset_bytes + piece.count * tensor.element_size()]
             copy_range(tensor, piece.first, target.view(tensor.dtype))
-        yield buffer[: layout.broadcast_bytes(number)]
+        yield view
     for shape in expected:
         _next_in_order(tensors, shape)
     if (extra := next(tensors, None)) is not None:

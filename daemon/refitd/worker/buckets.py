@@ -185,6 +185,10 @@ class BucketRefit:
         self.size_bytes += program.size_bytes
         return program.size_bytes
 
+    def note_written(self, size_bytes: int) -> None:
+        """Of a piece that came straight to its place in the engine."""
+        self.size_bytes += size_bytes
+
     def require_complete(self) -> None:
         """Raises `manifest_mismatch` listing the tensors of which elements are missing."""
         short = [

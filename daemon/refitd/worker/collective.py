@@ -10,9 +10,10 @@ import os
 import socket
 import threading
 import time
-from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import BroadcastOptions
 
-from refit_protocol.broadcast import BroadcastLayout
+from refit_protocol.broadcast import Broadcast, BroadcastLayout
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.rendezvous import (
     GREETING,
@@ -31,9 +32,10 @@ from refit_protocol.rendezvous import (
     collective_failed,
     first_line,
 )
-from refit_protocol.tensors import BucketPiece
-from refitd.worker.buckets import Announcement, BucketSource
+from refitd.worker.buckets import Announcement, BucketRefit, BucketSource
+from refitd.worker.copies import Copy
 from refitd.worker.sources import Segments
+from refitd.worker.weights import EngineWeights
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +108,7 @@ class BroadcastGroup:
             work.wait()
         except RuntimeError as error:
             raise collective_failed(f"the trainer's broadcast broke off: {first_line(error)}") from None
-        if not work.is_success():
+        if self.terms.backend == "nccl" and not work.is_success():
             raise collective_failed("the trainer's broadcast broke off")
 
     def close(self) -> None:
@@ -195,44 +197,115 @@ class OwnBuffer:
 
 
 class CollectiveSource(BucketSource):
-    """A bucket source whose buckets come as broadcasts: the next one is under way while one is read."""
+    """A bucket source whose buckets are broadcasts."""
 
     def __init__(self, group: BroadcastGroup, device: torch.device, planned: bool) -> None:
         size_bytes = group.terms.bucket_bytes
         self._buffers = [_buffer(size_bytes, device) for _ in range(BUFFERS)]
         super().__init__(Segments.around([OwnBuffer(buffer) for buffer in self._buffers]), planned)
         self.group = group
+        self.reception: Reception | None = None
         self._layout = BroadcastLayout((), size_bytes)
-        self._posted: deque[Any] = deque()
 
-    def begin(self, announced: Announcement) -> None:
-        """Everything announced has been validated: tells the sender, and awaits the first broadcasts."""
-        tensors = tuple(announced.tensors.values())
+    def begin(self, weights: EngineWeights, refit: BucketRefit) -> Reception:
+        """Everything announced has been validated: tells the sender, and awaits the first broadcast."""
+        tensors = tuple(refit.announced.tensors.values())
         if tensors != self._layout.tensors:
             self._layout = BroadcastLayout(tensors, self._layout.bucket_bytes)
+        places = [self._place(weights, refit.announced, broadcast) for broadcast in self._layout.broadcasts]
         self.group.begin(self._layout.fingerprint)
-        self._post(0)
-
-    def receive(self, number: int, timeout_seconds: float) -> tuple[int, tuple[BucketPiece, ...]]:
-        """Waits for broadcast `number`: the buffer it has come to, to be read before the next call, and what it holds.
-
-        Raises `collective_failed`.
-        """
-        self._post(number + 1)
-        self.group.wait(self._posted.popleft(), timeout_seconds)
-        if not self._posted:
-            self.group.end()
-        return number % BUFFERS, self._layout.buckets[number]
+        self.reception = Reception(self.group, refit, self._layout, self._buffers, places)
+        return self.reception
 
     def close(self) -> None:
-        self._posted.clear()
+        self.reception = None
         self.group.close()
         super().close()
 
-    def _post(self, number: int) -> None:
-        if number < len(self._layout):
-            size_bytes = self._layout.broadcast_bytes(number)
-            self._posted.append(self.group.post(self._buffers[number % BUFFERS][:size_bytes]))
+    def _place(self, weights: EngineWeights, announced: Announcement, broadcast: Broadcast) -> torch.Tensor | None:
+        """The engine's own memory for a broadcast that is all one run of one parameter, as it is; else None."""
+        piece = broadcast.pieces[0]
+        if len(broadcast.pieces) > 1 or piece.name in weights.aliases:
+            return None
+        copies = self._copies(weights, announced, 0, piece)
+        if len(copies) != 1 or not _is_one_run(copies[0], piece.count):
+            return None
+        offset = copies[0].transfer.target.offset
+        return copies[0].target.detach()[offset : offset + piece.count].view(torch.uint8)
+
+
+class Reception:
+    """The broadcasts of one refit in their order: the next one is under way while one is copied."""
+
+    def __init__(
+        self,
+        group: BroadcastGroup,
+        refit: BucketRefit,
+        layout: BroadcastLayout,
+        buffers: Sequence[torch.Tensor],
+        places: Sequence[torch.Tensor | None],
+    ) -> None:
+        self.refit = refit
+        self._group = group
+        self._broadcasts = layout.broadcasts
+        self._buffers = buffers
+        # What is written before anything has come could not be called unchanged if nothing ever comes.
+        self._places = [None, *places[1:]]
+        self._number = 0
+        self._posted: list[Any] = []
+        self._post_up_to(0)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._number == len(self._broadcasts)
+
+    def arrivals(self, seconds: float, timeout_seconds: float) -> Iterator[Callable[[], None]]:
+        """For about `seconds`, what to do with each broadcast that has come; from the first one on the engine's memory
+        may be written. Raises `collective_failed` for one that does not come.
+        """
+        until = time.monotonic() + seconds
+        while not self.is_complete and time.monotonic() < until:
+            number = self._number
+            if number or self._place(1) is None:
+                self._post_up_to(number + 1)
+            self._group.wait(self._posted[number], timeout_seconds)
+            self._posted[number] = None
+            self._number += 1
+            self._end_when_complete()
+            yield partial(self._take, number)
+
+    def _end_when_complete(self) -> None:
+        if self.is_complete:
+            self._group.end()
+
+    def _take(self, number: int) -> None:
+        broadcast = self._broadcasts[number]
+        self.refit.accept(broadcast.pieces)
+        if self._place(number) is None:
+            self.refit.copy(number % BUFFERS, broadcast.pieces)
+        else:
+            self.refit.note_written(broadcast.size_bytes)
+
+    def _post_up_to(self, last: int) -> None:
+        for number in range(len(self._posted), min(last + 1, len(self._broadcasts))):
+            place = self._place(number)
+            size_bytes = self._broadcasts[number].size_bytes
+            self._posted.append(
+                self._group.post(self._buffers[number % BUFFERS][:size_bytes] if place is None else place)
+            )
+
+    def _place(self, number: int) -> torch.Tensor | None:
+        return self._places[number] if number < len(self._places) else None
+
+
+def _is_one_run(copy: Copy, count: int) -> bool:
+    boxes = copy.transfer
+    return (
+        copy.source.dtype == copy.target.dtype
+        and boxes.elements == count
+        and boxes.source.is_run
+        and boxes.target.is_run
+    )
 
 
 def _joined(where: GroupAddress, device: torch.device, stopped: threading.Event) -> BroadcastGroup:

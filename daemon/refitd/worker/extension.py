@@ -39,6 +39,8 @@ from refitd.worker.waking import require_room
 from refitd.worker.weights import EngineWeights
 
 KEEP_TIMEOUT_SECONDS = 60.0
+# How long one call receives broadcasts before it shows that the engine is alive.
+RECEIVE_SECONDS = 0.2
 
 apply_cpu_patches()
 watch_loader()
@@ -260,8 +262,8 @@ class RefitWorkerExtension:
         return {"joined": True, "backend": terms.backend, "bucket_bytes": terms.bucket_bytes}
 
     @answered
-    def refitd_receive(self, number: int, timeout_seconds: float) -> Answer:
-        """Copies broadcast `number` of the refit under way into the engine, while the next one comes: `{bytes}`.
+    def refitd_receive(self, timeout_seconds: float) -> Answer:
+        """Takes broadcasts of the refit under way into the engine, for some time or until all have come: `{complete}`.
 
         Errors: `collective_failed`, after which the source has to be closed.
         """
@@ -269,13 +271,14 @@ class RefitWorkerExtension:
         refit = state.refit_under_way()
         source = refit.source
         assert isinstance(source, CollectiveSource), "the daemon knows the kinds of its sources"
-        if number == 0:
+        reception = source.reception
+        if reception is None or reception.refit is not refit:
             state.wait_for_readers()
-            source.begin(refit.announced)
-        buffer, pieces = source.receive(number, timeout_seconds)
-        refit.accept(pieces)
-        state.wrote = True
-        return {"bytes": refit.copy(buffer, pieces)}
+            reception = source.begin(state.weights, refit)
+        for arrived in reception.arrivals(RECEIVE_SECONDS, timeout_seconds):
+            state.wrote = True
+            arrived()
+        return {"complete": reception.is_complete}
 
     # --- in place -----------------------------------------------------------------------------------------------------
 
