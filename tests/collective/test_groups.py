@@ -23,7 +23,7 @@ from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import CollectiveJoined
 from refit_protocol.states import EngineState
 from refit_trainer import AsyncDaemon, BroadcastGroup, Daemon, NotShareable, RefitdError
-from refit_trainer.process_group import Listener
+from refit_trainer.process_group import Listener, terms_of
 from tests.canary import unharmed
 from tests.cases.test_torn import wait_for
 from tests.cases.test_updates import tensors_of
@@ -31,6 +31,7 @@ from tests.conftest import GREEDY, PROMPT
 from tests.daemon_process import DaemonProcess
 from tests.trainers import killing_itself_after, specs_of
 
+CPU = torch.device("cpu")
 SECONDS = 1.0
 SMALL_PIECES = 16 << 10
 IN_THE_MIDDLE = 12
@@ -60,12 +61,12 @@ def free_port() -> int:
 
 
 @contextmanager
-def hosting(world_size: int, device: str = "cpu", seconds: float = SECONDS) -> Iterator[int]:
+def hosting(world_size: int, seconds: float = SECONDS) -> Iterator[int]:
     """A trainer that waits for its group; its own outcome, an error, comes in bounded time too."""
     listener = Listener("127.0.0.1", 0)
     stopped = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(BroadcastGroup.hosted, listener, world_size, torch.device(device), 128, seconds, stopped)
+        waiting = pool.submit(BroadcastGroup.hosted, listener, terms_of(world_size, CPU, 128), CPU, seconds, stopped)
         yield listener.port
         with pytest.raises(RefitdError):
             waiting.result()
@@ -136,7 +137,7 @@ def test_ranks_that_cannot_be(daemon: Daemon, daemon_process: DaemonProcess, fir
 @pytest.mark.parametrize("bucket_bytes", [0, 100, -64, (1 << 30) + 64])
 def test_pieces_of_impossible_size(daemon: Daemon, bucket_bytes: int) -> None:
     with unharmed(daemon), pytest.raises(RefitdError) as refused:
-        daemon.collective(bucket_bytes=bucket_bytes, timeout_seconds=5)
+        daemon.collective(bucket_bytes=bucket_bytes, timeout_seconds=2)
     assert refused.value.code is ErrorCode.COLLECTIVE_FAILED
 
 
@@ -194,27 +195,22 @@ def test_init_kill_init(daemon: Daemon, daemon_process: DaemonProcess) -> None:
 
 def test_a_trainer_that_is_stopped_ends_in_bounded_time(daemon: Daemon) -> None:
     """It joined and then says nothing: the refit fails after the group's patience; the engine lives on."""
-    with daemon.collective(timeout_seconds=2.0) as group:
+    with daemon.collective(bucket_bytes=SMALL_PIECES, timeout_seconds=2.0) as group:
         group.refit(tensors_of(0))
-        tensors = iter(tensors_of(1).items())
 
         def stalling() -> Iterator[tuple[str, torch.Tensor]]:
-            for index, named in enumerate(tensors):
-                if index == len(specs_of()) - 1:
+            for index, named in enumerate(tensors_of(1).items()):
+                if index == IN_THE_MIDDLE:
                     # Longer than the workers wait, while nothing is sent.
                     threading.Event().wait(4.0)
                 yield named
 
         before = daemon.status()
         with pytest.raises(RefitdError) as failed:
-            group.refit(chained(stalling), specs_of())
+            group.refit(stalling(), specs_of())
         assert failed.value.code is ErrorCode.COLLECTIVE_FAILED
     wait_for(daemon, EngineState.READY)
     assert (daemon.status().version, daemon.status().digest) == (before.version, before.digest)
-
-
-def chained(make: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from make()
 
 
 def test_groups_made_anew_leave_descriptors_and_threads_flat(daemon: Daemon, daemon_process: DaemonProcess) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from refit_protocol.errors import ErrorCode
 from refit_trainer import BroadcastGroup, ClientClosed, DType, LayoutMismatch, NotShareable, RefitdError, TensorShape
-from refit_trainer.process_group import Listener, local_address
+from refit_trainer.process_group import Listener, local_address, terms_of
 
 SPECS = [TensorShape(name="a", dtype=DType.FLOAT32, shape=(40, 3)), TensorShape(name="b", dtype=DType.INT8, shape=(5,))]
 SECONDS = 20.0
@@ -32,10 +32,8 @@ def free_port() -> int:
 
 def pair(pool: ThreadPoolExecutor, bucket_bytes: int = 128) -> tuple[BroadcastGroup, BroadcastGroup]:
     """The host and another rank."""
-    listener = Listener("127.0.0.1", 0)
-    host = pool.submit(
-        BroadcastGroup.hosted, listener, 2, torch.device("cpu"), bucket_bytes, SECONDS, threading.Event()
-    )
+    listener, cpu = Listener("127.0.0.1", 0), torch.device("cpu")
+    host = pool.submit(BroadcastGroup.hosted, listener, terms_of(2, cpu, bucket_bytes), cpu, SECONDS, threading.Event())
     other = BroadcastGroup.join("127.0.0.1", listener.port, 1, 2, timeout_seconds=SECONDS)
     return host.result(), other
 

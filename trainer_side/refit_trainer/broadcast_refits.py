@@ -27,11 +27,14 @@ from refit_protocol.tensors import TensorShape
 from refit_trainer.connection import Connection
 from refit_trainer.errors import RefitdError
 from refit_trainer.refits import CommitOptions, RefitOptions, split_options
-from refit_trainer.replies import GRACE_SECONDS
 from refit_trainer.writer import WriterRole
 
+# The daemon gives hanging workers a few seconds more than they have themselves.
+_JOIN_GRACE_SECONDS = 15.0
 _PAUSE_SECONDS = 0.0005
 _REASON_SECONDS = 5.0
+# The workers have been told by the broken group; a daemon that is gone answers nothing.
+_ABORT_SECONDS = 5.0
 
 
 class BroadcastRefit:
@@ -44,6 +47,11 @@ class BroadcastRefit:
         self._timeout_seconds = timeout_seconds
         self._number: int | None = None
         self._receiving: asyncio.Task[BroadcastReceived] | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Begun, and not committed: the workers may be waiting for broadcasts."""
+        return self._number is not None
 
     async def begin(self, tensors: Sequence[TensorShape], options: CommitOptions, *, partial: bool) -> None:
         """Everything is validated and the gate shut when this returns; then the workers await the broadcasts."""
@@ -91,7 +99,7 @@ class BroadcastRefit:
         if self._number is not None:
             command = AbortRefit(epoch=self._epoch, refit=self._number)
             with contextlib.suppress(RefitdError):
-                await self._connection.request(command, RefitAborted, timeout_seconds=self._timeout_seconds)
+                await self._connection.request(command, RefitAborted, timeout_seconds=_ABORT_SECONDS)
 
 
 async def join_group(
@@ -106,7 +114,7 @@ async def join_group(
     timeout_seconds: float,
 ) -> CollectiveJoined:
     """The engine's workers join the group that somebody hosts at `address` and `port`; returns when it is complete."""
-    async with role.writing(timeout_seconds + GRACE_SECONDS) as epoch:
+    async with role.writing(timeout_seconds + _JOIN_GRACE_SECONDS) as epoch:
         command = JoinCollective(
             epoch=epoch,
             address=address,
@@ -116,7 +124,9 @@ async def join_group(
             timeout_seconds=timeout_seconds,
             plan=plan,
         )
-        return await connection.request(command, CollectiveJoined, timeout_seconds=timeout_seconds + GRACE_SECONDS)
+        return await connection.request(
+            command, CollectiveJoined, timeout_seconds=timeout_seconds + _JOIN_GRACE_SECONDS
+        )
 
 
 async def leave_group(connection: Connection, role: WriterRole, source: int, *, timeout_seconds: float) -> None:

@@ -17,7 +17,7 @@ from refit_trainer.broadcast_refits import BroadcastRefit, join_group, leave_gro
 from refit_trainer.connection import Connection
 from refit_trainer.layouts import selected
 from refit_trainer.names import checkpoint_tensors
-from refit_trainer.process_group import BUCKET_BYTES, TIMEOUT_SECONDS, BroadcastGroup, Listener, local_address
+from refit_trainer.process_group import BUCKET_BYTES, TIMEOUT_SECONDS, BroadcastGroup, Listener, local_address, terms_of
 from refit_trainer.refits import RefitOptions, split_options
 from refit_trainer.steps import Steps, walk, walk_blocking
 from refit_trainer.writer import WriterRole
@@ -53,6 +53,7 @@ class Broadcaster:
         self._connection = connection
         self._role = role
         self._source = source
+        self._left = False
         self.group = group
 
     def refit_steps(
@@ -77,6 +78,8 @@ class Broadcaster:
                     yield refit.pause()
             report: RefitReport = yield refit.finish()
         except BaseException as error:
+            if refit.is_under_way:
+                self.group.give_up("the trainer gave the refit up")
             reason: BaseException = yield refit.reason(error)
             self._role.note(reason)
             yield refit.abort()
@@ -88,7 +91,8 @@ class Broadcaster:
         return report
 
     async def close(self) -> None:
-        if not self.group.closed:
+        if not self._left:
+            self._left = True
             await leave_group(self._connection, self._role, self._source, timeout_seconds=_LEAVE_SECONDS)
             await asyncio.to_thread(self.group.close)
 
@@ -165,12 +169,12 @@ def form_steps(
     world_size = trainer_ranks + len(status.devices)
     # Here and not on the loop's thread, for which another device may be the current one.
     device = torch.device(options.get("device") or _default_device(status))
+    terms = terms_of(world_size, device, options.get("bucket_bytes", BUCKET_BYTES))
     listener = Listener(address or _own_address(connection.endpoint), options.get("port", 0))
     stopped = threading.Event()
 
     def host() -> BroadcastGroup:
-        bucket_bytes = options.get("bucket_bytes", BUCKET_BYTES)
-        return BroadcastGroup.hosted(listener, world_size, device, bucket_bytes, timeout_seconds, stopped)
+        return BroadcastGroup.hosted(listener, terms, device, timeout_seconds, stopped)
 
     where = (listener.address, listener.port, world_size, trainer_ranks)
     joining = join_group(connection, role, *where, plan=plan, timeout_seconds=timeout_seconds)

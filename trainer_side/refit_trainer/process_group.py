@@ -96,6 +96,7 @@ class BroadcastGroup:
         self._rendezvous = rendezvous
         self._timeout_seconds = timeout_seconds
         self._buffers: list[torch.Tensor] = []
+        self._end: threading.Thread | None = None
         self.terms = terms
         self.closed = False
 
@@ -115,27 +116,25 @@ class BroadcastGroup:
         `address` is this machine's own, as the others reach it. `timeout_seconds` bounds this and every later wait.
         Raises `RefitdError` with code `collective_failed`.
         """
-        listener = Listener(address, port)
-        return cls.hosted(listener, world_size, torch.device(device), bucket_bytes, timeout_seconds, threading.Event())
+        device = torch.device(device)
+        terms = terms_of(world_size, device, bucket_bytes)
+        return cls.hosted(Listener(address, port), terms, device, timeout_seconds, threading.Event())
 
     @classmethod
     def hosted(
         cls,
         listener: Listener,
-        world_size: int,
+        terms: GroupTerms,
         device: torch.device,
-        bucket_bytes: int,
         timeout_seconds: float,
         stopped: threading.Event,
     ) -> Self:
         """The same on a port that is held already, and given up with an error; until `stopped`."""
-        terms = GroupTerms(world_size=world_size, backend=_backend(device), bucket_bytes=bucket_bytes)
         with _typed(), listener:
-            terms.check()
             store = listener.store(timeout_seconds)
             rendezvous = Rendezvous(store, SOURCE_RANK, stopped)
             rendezvous.open(terms)
-            rendezvous.join(world_size, time.monotonic() + timeout_seconds)
+            rendezvous.join(terms.world_size, time.monotonic() + timeout_seconds)
             return cls._formed(store, rendezvous, SOURCE_RANK, terms, device, listener.address, timeout_seconds)
 
     @classmethod
@@ -240,8 +239,15 @@ class BroadcastGroup:
             for work in posted:
                 yield from self._ended(work)
 
-    def close(self, reason: str = "the trainer closed the group") -> None:
-        """Lets go of sockets and threads in the background; the workers learn of it. A second time does nothing."""
+    def close(self) -> None:
+        """Lets go of sockets and threads; the workers learn of it. A second time does nothing."""
+        self.give_up("the trainer closed the group")
+        assert self._end is not None, "given up"
+        # Short for a group in order; one whose peer hangs ends within its own timeout, for which nobody waits.
+        self._end.join(_CLOSE_SECONDS)
+
+    def give_up(self, reason: str) -> None:
+        """The same, without waiting: everybody is told the reason."""
         if self.closed:
             return
         self.closed = True
@@ -250,10 +256,8 @@ class BroadcastGroup:
         del self._group, self._store, self._rendezvous
         self._buffers = []
         arguments = (held, rendezvous, self.terms.backend, reason)
-        end = threading.Thread(target=_drop, args=arguments, name="refit-group-end", daemon=True)
-        end.start()
-        # Short for a group in order; one whose peer hangs ends within its own timeout, for which nobody waits.
-        end.join(_CLOSE_SECONDS)
+        self._end = threading.Thread(target=_drop, args=arguments, name="refit-group-end", daemon=True)
+        self._end.start()
 
     def __enter__(self) -> Self:
         return self
@@ -292,7 +296,7 @@ class BroadcastGroup:
         try:
             yield
         except BaseException as error:
-            self.close(f"the trainer gave up: {first_line(error)}")
+            self.give_up(f"the trainer gave up: {first_line(error)}")
             raise
 
     def _check_open(self) -> None:
@@ -308,11 +312,15 @@ def local_address(address: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def _backend(device: torch.device) -> GroupBackend:
+def terms_of(world_size: int, device: torch.device, bucket_bytes: int) -> GroupTerms:
+    """Raises `NotShareable` for a device, and `collective_failed` for a size, that cannot be."""
     backend = _BACKENDS.get(device.type)
     if backend is None:
         raise NotShareable(f"tensors on {device.type} cannot be broadcast, only those on {', '.join(_BACKENDS)}")
-    return backend
+    terms = GroupTerms(world_size=world_size, backend=backend, bucket_bytes=bucket_bytes)
+    with _typed():
+        terms.check()
+    return terms
 
 
 def _gloo(store: Store, rank: int, world_size: int, interface: str, timeout_seconds: float) -> Any:
