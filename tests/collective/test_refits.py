@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +15,16 @@ from transformers import PreTrainedModel
 
 from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import InflightPolicy
-from refit_trainer import AsyncDaemon, ClientClosed, Daemon, Delta, LayoutMismatch, RefitdError, Sampling
+from refit_trainer import (
+    AsyncDaemon,
+    BroadcastGroup,
+    ClientClosed,
+    Daemon,
+    Delta,
+    LayoutMismatch,
+    RefitdError,
+    Sampling,
+)
 from tests.canary import unharmed
 from tests.cases.test_torn import AFTER_THREE_BUCKETS, failing_after
 from tests.cases.test_updates import tensors_of
@@ -151,6 +162,18 @@ def check_successors(received: list[Delta], successors: dict[int, npt.NDArray[np
                 assert follows(successors[run.version], previous, token)
                 previous = token
     return versions
+
+
+def test_other_ranks_of_the_trainer_attend(daemon: Daemon, in_place: str) -> None:
+    """A trainer of two processes: rank 0 sends, rank 1 only takes part."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(BroadcastGroup.join, "127.0.0.1", port, 1, 3)
+        with daemon.collective(port=port, trainer_ranks=2, bucket_bytes=64 << 10) as group, joining.result() as other:
+            attending = pool.submit(other.attend, specs_of())
+            assert group.refit(tensors_of(1)).digest == in_place
+            attending.result()
 
 
 def test_the_asynchronous_client_does_the_same(daemon: Daemon, daemon_process: DaemonProcess, in_place: str) -> None:

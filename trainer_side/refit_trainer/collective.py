@@ -17,7 +17,7 @@ from refit_trainer.broadcast_refits import BroadcastRefit, join_group, leave_gro
 from refit_trainer.connection import Connection
 from refit_trainer.layouts import selected
 from refit_trainer.names import checkpoint_tensors
-from refit_trainer.process_group import BUCKET_BYTES, TIMEOUT_SECONDS, BroadcastGroup, Listener, local_address, terms_of
+from refit_trainer.process_group import TIMEOUT_SECONDS, BroadcastGroup, Listener, local_address, terms_of
 from refit_trainer.refits import RefitOptions, split_options
 from refit_trainer.steps import Steps, walk, walk_blocking
 from refit_trainer.writer import WriterRole
@@ -34,7 +34,8 @@ _LEAVE_SECONDS = 10.0
 class CollectiveOptions(TypedDict, total=False):
     """Of the group. `port`: of its host, this process; 0, the default, takes a free one.
 
-    `device`: where the weights lie; by default the engine's kind. `bucket_bytes`: of the pieces, 64 MiB by default.
+    `device`: where the weights lie; by default the engine's kind. `bucket_bytes`: of the pieces, by default 64 MiB on
+    CPUs and 256 MiB on GPUs, of which each worker holds two.
     `timeout_seconds`, 60 by default, bounds joining and every wait for a piece. `trainer_ranks`: how many processes of
     the trainer are members, 1 by default; the others call `BroadcastGroup.join` and `attend`.
     """
@@ -169,7 +170,7 @@ def form_steps(
     world_size = trainer_ranks + len(status.devices)
     # Here and not on the loop's thread, for which another device may be the current one.
     device = torch.device(options.get("device") or _default_device(status))
-    terms = terms_of(world_size, device, options.get("bucket_bytes", BUCKET_BYTES))
+    terms = terms_of(world_size, device, options.get("bucket_bytes"))
     listener = Listener(address or _own_address(connection.endpoint), options.get("port", 0))
     stopped = threading.Event()
 

@@ -34,12 +34,16 @@ from refit_trainer.layouts import NamedTensor, layout_of
 from refit_trainer.packing import pack_broadcasts
 from refit_trainer.staging import Weights
 
-BUCKET_BYTES = 64 << 20
+# Large enough to hide what a piece costs, small enough for an engine to have room for two.
+BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 TIMEOUT_SECONDS = 60.0
 
 _BUFFERS = 2
 _CLOSE_SECONDS = 2.0
 _PAUSE_SECONDS = 0.0002
+# A piece over NVLink takes less than a change of threads: so long nobody else is given a turn.
+_BRIEF_SECONDS = 0.001
+_BRIEF_PAUSE_SECONDS = 0.00005
 # NCCL's own watchdog would end the trainer's process; every wait here is bounded without it.
 _NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 _NEVER = timedelta(days=1)
@@ -108,12 +112,13 @@ class BroadcastGroup:
         world_size: int,
         *,
         device: torch.device | str = "cpu",
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> Self:
         """Rank 0 of a group whose other members are told of it elsewhere, as by `GenerationWorker`; waits for them.
 
-        `address` is this machine's own, as the others reach it. `timeout_seconds` bounds this and every later wait.
+        `address` is this machine's own, as the others reach it. `bucket_bytes` is the size of the pieces, by default
+        64 MiB on CPUs and 256 MiB on GPUs. `timeout_seconds` bounds this and every later wait.
         Raises `RefitdError` with code `collective_failed`.
         """
         device = torch.device(device)
@@ -283,11 +288,15 @@ class BroadcastGroup:
             raise collective_failed("the broadcast broke off")
 
     def _until(self, condition: Callable[[], bool], what: str) -> Iterator[None]:
-        give_up_at = time.monotonic() + self._timeout_seconds
+        began = time.monotonic()
         while not condition():
-            if time.monotonic() > give_up_at:
+            waited_seconds = time.monotonic() - began
+            if waited_seconds > self._timeout_seconds:
                 raise collective_failed(f"no {what} within {self._timeout_seconds:g} s")
-            yield
+            if waited_seconds < _BRIEF_SECONDS:
+                time.sleep(_BRIEF_PAUSE_SECONDS)
+            else:
+                yield
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:
@@ -312,12 +321,13 @@ def local_address(address: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def terms_of(world_size: int, device: torch.device, bucket_bytes: int) -> GroupTerms:
+def terms_of(world_size: int, device: torch.device, bucket_bytes: int | None) -> GroupTerms:
     """Raises `NotShareable` for a device, and `collective_failed` for a size, that cannot be."""
     backend = _BACKENDS.get(device.type)
     if backend is None:
         raise NotShareable(f"tensors on {device.type} cannot be broadcast, only those on {', '.join(_BACKENDS)}")
-    terms = GroupTerms(world_size=world_size, backend=backend, bucket_bytes=bucket_bytes)
+    size_bytes = BUCKET_BYTES[device.type] if bucket_bytes is None else bucket_bytes
+    terms = GroupTerms(world_size=world_size, backend=backend, bucket_bytes=size_bytes)
     with _typed():
         terms.check()
     return terms
