@@ -29,7 +29,7 @@ class Broadcast:
 class BroadcastLayout:
     """The tensors in their order, in broadcasts of at most `bucket_bytes`, which is a multiple of 64.
 
-    A tensor of a quarter of that or more has broadcasts of its own, so that it can be sent from where it lies: all but
+    A tensor of an eighth of that or more has broadcasts of its own, so that it can be sent from where it lies: all but
     the last of them full. Others are put together, each at the next multiple of 64; one that does not fit any more
     begins the next broadcast. Tensors without elements are in none.
     """
@@ -57,7 +57,7 @@ class BroadcastLayout:
         used_bytes = 0
         for tensor in self.tensors:
             begin = aligned(used_bytes, ALIGNMENT_BYTES)
-            stands_alone = 4 * tensor.size_bytes >= self.bucket_bytes
+            stands_alone = 8 * tensor.size_bytes >= self.bucket_bytes
             if pieces and (stands_alone or begin + tensor.size_bytes > self.bucket_bytes):
                 yield Broadcast(tuple(pieces), used_bytes)
                 pieces, used_bytes, begin = [], 0, 0
