@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers import utils
 
+from refitd.worker.cpu_patches import PackedLinear
 from tests.worker.engines import LoadedWorker
 from tests.worker.models import Kind
 from tests.worker.trainers import ExportedTensors
@@ -58,3 +62,19 @@ def test_kernels_use_the_refitted_weights(
     after = forward(refitted, module, inputs)
     assert torch.equal(after, forward(loaded, module, inputs))
     assert not torch.equal(after, before)
+
+
+def test_linear_layers_are_packed_where_no_compiler_would_keep_the_first_weights(
+    worker_of: Callable[[Kind], LoadedWorker],
+) -> None:
+    """Eager engines get the fast kernels; a compiled one, and a layer with a bias, the plain one."""
+    loaded = worker_of("qwen3")
+    layer = loaded.model.get_submodule("model.layers.0.self_attn.qkv_proj")
+    assert isinstance(layer.cpu_linear, PackedLinear)
+    compiled = copy.deepcopy(loaded.worker.vllm_config)
+    compiled.model_config.enforce_eager = False
+    for config, bias in ((compiled, None), (loaded.worker.vllm_config, torch.zeros(8))):
+        other = SimpleNamespace(weight=torch.zeros(8, 8), bias=bias)
+        with set_current_vllm_config(config):
+            utils.dispatch_cpu_unquantized_gemm(other, remove_weight=True)
+        assert other.cpu_linear is torch.nn.functional.linear

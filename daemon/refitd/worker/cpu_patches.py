@@ -1,9 +1,10 @@
 """Keeps vLLM's CPU weights where a refit can write them.
 
 vLLM packs linear and expert weights for its CPU kernels and drops or replaces the plain ones, so that a later update
-either fails or leaves the packed copy stale. These patches keep the plain parameters: linear layers use them directly,
-experts keep a packed shadow beside them, which `repack_experts` renews after an update. They must be in place before
-the model loads, which is why the worker extension applies them at its import.
+either fails or leaves the packed copy stale. These patches keep the plain parameters, and a packed shadow beside them
+for the kernels: of experts it is renewed at once after a write, of linear layers when it is used the next time, so that
+a refit does not wait for it. They must be in place before the model loads, which is why the worker extension applies
+them at its import.
 
 One more makes pipeline stages work: vLLM allocates what a stage receives in a warm-up that it skips on eager CPUs.
 """
@@ -12,9 +13,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 
 _EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
@@ -45,12 +48,36 @@ def apply_cpu_patches() -> None:
         _keep_adapters_apart()
 
 
-def repack_experts(model: torch.nn.Module) -> None:
-    """Makes the packed shadows follow the plain expert weights; must run after every write to them."""
+def renew_shadows(model: torch.nn.Module) -> None:
+    """Makes what the kernels use follow the plain weights; must run after every write to them."""
     if not current_platform.is_cpu():
         return
+    for module in model.modules():
+        shadow = getattr(module, "cpu_linear", None)
+        if isinstance(shadow, PackedLinear):
+            shadow.forget()
     for layer, experts in _patched_experts(model):
         _pack_beside(experts, layer)
+
+
+class PackedLinear:
+    """A linear layer's kernel with weights in its own order, packed anew at the first use after `forget`.
+
+    About twice as fast as the plain kernel, of which small layers feel the overhead and large ones the memory.
+    """
+
+    def __init__(self) -> None:
+        self._kernel: Callable[..., torch.Tensor] | None = None
+
+    def forget(self) -> None:
+        self._kernel = None
+
+    def __call__(self, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self._kernel is None:
+            layer = SimpleNamespace(weight=weight)
+            _pack_linear(layer, remove_weight=False)
+            self._kernel = layer.cpu_linear
+        return self._kernel(inputs, weight, bias)
 
 
 def has_packed_experts(module: torch.nn.Module) -> bool:
@@ -95,10 +122,18 @@ def _without_base_tokens(kernel: Callable[..., None]) -> Callable[..., None]:
 
 
 def _keep_linear_plain(layer: Any, remove_weight: bool) -> None:
-    if layer.weight.ndim == 2:
-        layer.cpu_linear = torch.nn.functional.linear
-    else:
+    if layer.weight.ndim != 2:
         _pack_linear(layer, remove_weight)
+    elif _can_be_packed(layer):
+        layer.cpu_linear = PackedLinear()
+    else:
+        layer.cpu_linear = torch.nn.functional.linear
+
+
+def _can_be_packed(layer: Any) -> bool:
+    """A compiled model would go on with the first shadow it has seen; a bias would have to be of another dtype."""
+    config = get_current_vllm_config_or_none()
+    return config is not None and config.model_config.enforce_eager and getattr(layer, "bias", None) is None
 
 
 def _keep_experts_plain(experts: Any, layer: Any) -> None:

@@ -11,7 +11,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.tensors import FLOAT_DTYPES, DType, TensorShape
-from refitd.worker.cpu_patches import repack_experts
+from refitd.worker.cpu_patches import renew_shadows
 from refitd.worker.loading import opaque_modules, reload, tied_heads, vocabulary_parameters
 from refitd.worker.manifest import Shapes, checkpoint_shapes
 from refitd.worker.plan import Plan, compile_plan
@@ -79,7 +79,7 @@ class EngineWeights:
 
     def after_write(self) -> None:
         """Renews what the engine derives from its parameters."""
-        repack_experts(self.model)
+        renew_shadows(self.model)
         if self._vllm_config.lora_config is not None:
             self._model_runner.reset_lora_state()
 
