@@ -1,10 +1,10 @@
-"""Conversations of a hundred thousand turns: whatever looked at all turns once for each of them would take hours."""
+"""Conversations of forty thousand turns: whatever looked at all turns once for each of them would take hours."""
 
 from __future__ import annotations
 
 from refitd.prefix import TokenTexts, conversation_mismatch, earlier_tokens, splice, without_words
 
-TURNS = 100_000
+TURNS = 40_000
 EOS = 2
 TEXTS = TokenTexts(eos=frozenset({"<e>"}), special=frozenset({"<e>", "<s>"}))
 
