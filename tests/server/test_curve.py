@@ -81,16 +81,15 @@ def curve_keys(config: ServerConfig, secret_file: Path) -> CurveKeys:
 
 async def say_hello(endpoint: str, keys: CurveKeys | None, pid: int | None = None) -> Welcome | Failed:
     """Over the client library's own link; raises `LinkRefusedError` or TimeoutError."""
-    import zmq.asyncio
-
-    context = zmq.asyncio.Context()
-    link = Link(context, endpoint, keys)
+    replies: asyncio.Queue[list[bytes]] = asyncio.Queue()
+    context = zmq.Context()
+    link = Link(context, endpoint, keys, replies.put_nowait)
     try:
         async with asyncio.timeout(20):
             await link.connected()
             hello = Hello(protocol_versions=[1], client="tcp", pid=pid)
             await link.send(encode_request(RequestHeader(id=1, body=hello)))
-            body = decode_reply(await link.receive())[0].body
+            body = decode_reply(await replies.get())[0].body
             assert isinstance(body, Welcome | Failed)
             return body
     finally:

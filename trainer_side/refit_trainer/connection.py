@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import zmq.asyncio
+import zmq
 
 from refit_protocol.codec import Frame, decode_reply, encode_request
 from refit_protocol.endpoint import ENDPOINT_VARIABLE, socket_path
@@ -70,10 +70,10 @@ class Connection:
         self._options = options
         self._pid = os.getpid()
         self._inbox = Inbox()
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._link: Link | None = None
         self._up = asyncio.Event()
-        self._lost = asyncio.Event()
+        self._lost: asyncio.Future[None] | None = None
         self._opened: asyncio.Future[None] | None = None
         self._runner: asyncio.Task[None] | None = None
         self._chores: set[asyncio.Task[None]] = set()
@@ -170,7 +170,8 @@ class Connection:
             self._finish(_bug(error))
 
     async def _live_one_link(self) -> None:
-        link = Link(self._context, self._options.endpoint, self._options.curve)
+        self._lost = asyncio.get_running_loop().create_future()
+        link = Link(self._context, self._options.endpoint, self._options.curve, self._take)
         patience = self._start_patience()
         try:
             await link.connected()
@@ -194,12 +195,11 @@ class Connection:
 
     async def _serve(self, link: Link, patience: asyncio.TimerHandle) -> None:
         """Returns when the connection is lost; raises the daemon's refusal of our Hello."""
-        self._lost.clear()
-        tasks: list[asyncio.Task[object]] = [
-            asyncio.create_task(self._read(link)),
+        assert self._lost is not None, "made with the link"
+        tasks: list[asyncio.Future[None]] = [
             asyncio.create_task(self._converse(link, patience)),
             asyncio.create_task(link.broken()),
-            asyncio.create_task(self._lost.wait()),
+            self._lost,
         ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -210,18 +210,31 @@ class Connection:
         for task in done:
             task.result()
 
-    async def _read(self, link: Link) -> None:
-        while True:
-            frames = await link.receive()
-            try:
-                header, blobs = decode_reply(frames)
-                self._inbox.deliver(header, blobs)
-            except (ProtocolError, ValueError) as error:
-                raise protocol_broken(str(error)) from error
-            if isinstance(header.body, Failed) and header.body.code is ErrorCode.NO_SESSION:
-                self._lost.set()
-            if self._inbox.finished:
-                self._acknowledge_soon()
+    def _take(self, frames: list[bytes]) -> None:
+        """A message from the daemon; what cannot be understood ends the link, with the reason."""
+        try:
+            header, blobs = decode_reply(frames)
+            self._inbox.deliver(header, blobs)
+        except (ProtocolError, ValueError) as error:
+            self._lose(protocol_broken(str(error)))
+            return
+        # The boundary of a message: a bug must reach whoever waits, not only the log.
+        except Exception as error:  # noqa: BLE001
+            self._lose(error)
+            return
+        if isinstance(header.body, Failed) and header.body.code is ErrorCode.NO_SESSION:
+            self._lose(None)
+        if self._inbox.finished:
+            self._acknowledge_soon()
+
+    def _lose(self, error: Exception | None) -> None:
+        assert self._lost is not None, "made with the link"
+        if self._lost.done():
+            return
+        if error is None:
+            self._lost.set_result(None)
+        else:
+            self._lost.set_exception(error)
 
     async def _converse(self, link: Link, patience: asyncio.TimerHandle) -> None:
         """Says Hello, lets the callers in, and renews the lease until the daemon no longer answers."""
