@@ -41,7 +41,10 @@ class WriteEvent:
             self.handle: bytes = self._event.ipc_handle()
 
     def record(self) -> None:
-        self._event.record(torch.cuda.current_stream(self._device))
+        """On an idle stream there is nothing to wait for: recording would only make the device change over to us."""
+        stream = torch.cuda.current_stream(self._device)
+        if not stream.query():
+            self._event.record(stream)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from collections.abc import Iterator
+from operator import is_
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,6 +17,8 @@ from refit_trainer.names import bare_module, checkpoint_tensors, own_tensors
 from refit_trainer.shards import gathered_from, is_sharded, local_part, shard_of
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
+_Holder = TypeVar("_Holder")
+_Part = TypeVar("_Part")
 
 
 class SharedModule:
@@ -30,19 +33,29 @@ class SharedModule:
         backend = backend_for(self.device.type)
         self.memory: ExportedMemory = backend.share([*parts, *gathered_from(module)])
         self.tensors = [_described(name, tensor, self.memory) for name, tensor in checkpoint_tensors(module).items()]
-        self._tensor_slots = list(_tensor_slots(module))
-        self._module_slots = list(_module_slots(module))
+        self._holders, self._keys, self._addresses = _columns(_tensor_slots(module))
+        self._parents, self._child_keys, self._children = _columns(_module_slots(module))
 
     def changed_part(self) -> str | None:
         """The name of a part that no longer is where it was exported, None if all are. Called before every refit."""
-        for holder, key, data_ptr in self._tensor_slots:
+        if self._is_in_place():
+            return None
+        for holder, key, data_ptr in zip(self._holders, self._keys, self._addresses, strict=True):
             tensor = holder.get(key)
             if tensor is None or local_part(tensor).data_ptr() != data_ptr:
                 return key
-        for modules, key, child in self._module_slots:
-            if modules.get(key) is not child:
-                return key
-        return None
+        children = zip(self._parents, self._child_keys, self._children, strict=True)
+        return next(key for modules, key, child in children if modules.get(key) is not child)
+
+    def _is_in_place(self) -> bool:
+        """Without a loop in Python: modules have thousands of parts."""
+        tensors: Iterator[Any] = map(dict.get, self._holders, self._keys)
+        try:
+            addresses = list(map(torch.Tensor.data_ptr, tensors))
+        except TypeError:  # of a parameter that is gone
+            return False
+        children = map(dict.get, self._parents, self._child_keys)
+        return addresses == self._addresses and all(map(is_, children, self._children))
 
 
 _shared: WeakKeyDictionary[torch.nn.Module, SharedModule] = WeakKeyDictionary()
@@ -111,7 +124,12 @@ def _described(name: str, tensor: torch.Tensor, memory: ExportedMemory) -> Sourc
     )
 
 
-def _tensor_slots(module: torch.nn.Module) -> Iterator[tuple[Mapping[str, torch.Tensor | None], str, int]]:
+def _columns(rows: Iterator[tuple[_Holder, str, _Part]]) -> tuple[list[_Holder], list[str], list[_Part]]:
+    table = list(rows)
+    return [row[0] for row in table], [row[1] for row in table], [row[2] for row in table]
+
+
+def _tensor_slots(module: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, int]]:
     for owner in module.modules():
         persistent = {
             key: value for key, value in owner._buffers.items() if key not in owner._non_persistent_buffers_set
@@ -124,7 +142,7 @@ def _tensor_slots(module: torch.nn.Module) -> Iterator[tuple[Mapping[str, torch.
 
 def _module_slots(
     module: torch.nn.Module,
-) -> Iterator[tuple[Mapping[str, torch.nn.Module | None], str, torch.nn.Module]]:
+) -> Iterator[tuple[dict[str, Any], str, torch.nn.Module]]:
     for owner in module.modules():
         for key, child in owner._modules.items():
             if child is not None:

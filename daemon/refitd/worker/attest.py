@@ -15,6 +15,7 @@ from refit_protocol.errors import ErrorCode, ProtocolError
 from refitd.worker.copies import Copy, view_of
 from refitd.worker.digest import as_bits, bits_of, flat_index, from_bits
 from refitd.worker.gather import gather
+from refitd.worker.readback import read_back
 
 if TYPE_CHECKING:
     from refitd.worker.cuda_digest import DeviceComparison
@@ -64,10 +65,12 @@ class SampledComparison:
 
     def begin(self) -> Callable[[], None]:
         """Enqueues the reads; what is returned raises `attest_failed` naming tensors whose samples did not arrive."""
-        unequal = [pair.unequal() for pair in self._pairs]
+        masks = [pair.unequal() for pair in self._pairs]
+        found = [read_back(mask.any()) for mask in masks]
 
         def check() -> None:
-            _require_none([name for pair, mask in zip(self._pairs, unequal, strict=True) for name in pair.names(mask)])
+            unequal = [(pair, mask) for pair, mask, some in zip(self._pairs, masks, found, strict=True) if some()]
+            _require_none([name for pair, mask in unequal for name in pair.names(mask)])
 
         return check
 
@@ -96,8 +99,6 @@ class _SampledPair:
 
     def names(self, unequal: torch.Tensor) -> list[str]:
         """The tensors of these samples."""
-        if not unequal.any():
-            return []
         return sorted(set(self._names[unequal.cpu().numpy()].tolist()))
 
 

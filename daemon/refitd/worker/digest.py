@@ -17,6 +17,7 @@ from refit_protocol.digest import MASK, DigestMode, element_weights, lane_weight
 from refitd.worker.boxes import Box
 from refitd.worker.gather import gather
 from refitd.worker.plan import Route
+from refitd.worker.readback import read_back
 from refitd.worker.weights import EngineWeights
 
 if TYPE_CHECKING:
@@ -58,12 +59,14 @@ class DigestReader:
     def begin(self, mode: DigestMode) -> Callable[[], dict[str, str]]:
         """Enqueues the reads; what is returned gives the parts."""
         if mode is DigestMode.SAMPLED:
-            sums: Mapping[str, torch.Tensor | int] = {key: part.begin() for key, part in self._sampled.items()}
+            sums = {key: part.begin() for key, part in self._sampled.items()}
         elif self._weights.device.type == "cuda":
             sums = self._on_device().begin()
         else:
-            sums = {key: sum(map(self._route_sum, routes)) for key, routes in self._groups.items()}
-        return lambda: {key: to_hex(int(value)) for key, value in sums.items()}
+            parts = {key: to_hex(sum(map(self._route_sum, routes))) for key, routes in self._groups.items()}
+            return lambda: parts
+        numbers = {key: read_back(value) for key, value in sums.items()}
+        return lambda: {key: to_hex(number()) for key, number in numbers.items()}
 
     def _route_sum(self, route: Route) -> int:
         return route_sum(route, self._weights.flat(route.parameter))
