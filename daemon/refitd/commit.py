@@ -118,11 +118,13 @@ class Commit:
             self._settling = asyncio.create_task(self._settle(), name="settle")
 
     async def _settle(self) -> None:
-        await asyncio.sleep(SETTLE_AFTER_SECONDS)
-        if self._gate.running or not self._gate.open or self._engine.is_still:
-            return
         try:
-            await self._engine.settle(self._config.deadline_seconds)
+            while not (self._gate.running or self._engine.is_still):
+                await asyncio.sleep(SETTLE_AFTER_SECONDS)
+                if self._gate.state not in (EngineState.READY, EngineState.REFITTING):
+                    return
+                if self._gate.open and not self._gate.running:
+                    await self._engine.settle(self._config.deadline_seconds)
         # The boundary of a task that nobody waits for: an engine that has died has its own way to say so.
         except Exception as error:  # noqa: BLE001
             log.warning("the engine could not be made still", reason=str(error))

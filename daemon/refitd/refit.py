@@ -162,15 +162,14 @@ class Refit:
         )
 
     async def _validate(self, source: Source, body: ValidateRefit, ticket: Ticket) -> RefitPath:
-        only = body.only
         if source.kind != "inplace":
-            announced = BucketRefit.announce(0, source.session, source, body.tensors, ticket).announced
-            only = [*announced] if body.partial else None
+            BucketRefit.announce(0, source.session, source, body.tensors, ticket)
         answers = await self._engine.call_workers(
             "refitd_validate",
             source.id,
             [msgspec.to_builtins(tensor) for tensor in body.tensors],
-            only,
+            body.only,
+            body.partial,
             ticket.check_finite,
             self._config.refit.plan,
             timeout_seconds=self._config.refit.deadline_seconds,
@@ -246,20 +245,25 @@ class Refit:
         yield Answer(RefitBegan(refit=refit.id, version=ticket.version))
 
     async def _begin(self, session: Session, source: Source, body: BeginRefit, ticket: Ticket) -> BucketRefit:
-        refit = BucketRefit.announce(next(self._ids), session, source, body.tensors, ticket)
+        if body.again:
+            refit = BucketRefit.announce_again(next(self._ids), session, source, ticket)
+        else:
+            refit = BucketRefit.announce(next(self._ids), session, source, body.tensors, ticket)
         await self._open_window(refit)
         try:
             await self._engine.call_workers(
                 "refitd_begin",
                 source.id,
-                [msgspec.to_builtins(tensor) for tensor in body.tensors],
-                [tensor.name for tensor in body.tensors] if body.partial else None,
+                None if body.again else [msgspec.to_builtins(tensor) for tensor in body.tensors],
+                body.partial,
                 self._config.refit.plan,
                 timeout_seconds=self._config.refit.deadline_seconds,
+                direct=source.replayed,
             )
         except BaseException as error:
             await self._end_bucket_refit(refit, error)
             raise
+        source.announced = refit.announced
         await self._leave_open(refit)
         return refit
 
@@ -296,8 +300,9 @@ class Refit:
     async def _apply(self, refit: BucketRefit, body: ApplyBucket) -> int:
         async with refit.order:
             self._check_current(refit)
-            try:
-                answers = await self._engine.call_workers(
+            # Sent in this order, and the next one is not kept waiting for the answer.
+            applied = self._run(
+                self._engine.call_workers(
                     "refitd_apply_bucket",
                     body.bucket,
                     [msgspec.to_builtins(piece) for piece in body.pieces],
@@ -305,9 +310,15 @@ class Refit:
                     writes=True,
                     direct=True,
                 )
-            except ProtocolError as error:
-                await self._end_bucket_refit(refit, error)
-                raise
+            )
+            refit.applying.add(applied)
+            applied.add_done_callback(refit.applying.discard)
+        try:
+            answers = await applied
+        except ProtocolError as error:
+            await self._end_bucket_refit(refit, error)
+            raise
+        self._check_current(refit)
         return sum(int(answer["bytes"]) for answer in answers)
 
     async def receive_broadcast(self, call: Call) -> AsyncIterator[Answer]:
@@ -353,6 +364,9 @@ class Refit:
 
     async def _finish(self, refit: BucketRefit, *, hold: bool) -> RefitHeld | RefitCommitted:
         async with refit.order:
+            # A bucket that fails ends the refit.
+            while refit.applying:
+                await asyncio.wait(refit.applying)
             self._check_current(refit)
             try:
                 if refit.held is None:

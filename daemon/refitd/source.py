@@ -34,6 +34,7 @@ class Source:
     segments: tuple[Segment, ...]
     replayed: bool = False
     broadcast_bytes: int = 0
+    announced: dict[str, TensorShape] | None = None
     group: Group | None = None
 
     def belongs_to(self, session: Session) -> bool:
@@ -60,9 +61,9 @@ class Source:
 class BucketRefit:
     """A window that stays open over several messages: from `BeginRefit`, or a commit with `hold`, to its end.
 
-    `order` keeps pipelined buckets in the order they came in. `held` is what the workers said when everything had been
-    written and only publishing was left. What ends a refit while its `reception` of broadcasts is under way leaves
-    their group out of step.
+    `order` keeps pipelined buckets in the order they came in, `applying` are those that the workers have not answered
+    yet. `held` is what the workers said when everything had been written and only publishing was left. What ends a refit
+    while its `reception` of broadcasts is under way leaves their group out of step.
     """
 
     id: int
@@ -71,6 +72,7 @@ class BucketRefit:
     announced: dict[str, TensorShape]
     ticket: Ticket
     order: asyncio.Lock = field(default_factory=asyncio.Lock)
+    applying: set[asyncio.Future[Any]] = field(default_factory=set)
     window: AbstractAsyncContextManager[None] | None = None
     held: list[dict[str, Any]] | None = None
     reception: Literal["awaited", "under way", "complete"] = "awaited"
@@ -85,6 +87,14 @@ class BucketRefit:
         for tensor in tensors:
             check_shape(tensor)
         return cls(refit_id, session, source, {tensor.name: tensor for tensor in tensors}, ticket)
+
+    @classmethod
+    def announce_again(cls, refit_id: int, session: Session, source: Source, ticket: Ticket) -> BucketRefit:
+        """Raises `invalid_descriptor` where there was no refit from this source yet."""
+        if source.announced is None:
+            message = f"nothing was announced from source {source.id} yet: send the tensors"
+            raise ProtocolError(ErrorCode.INVALID_DESCRIPTOR, message)
+        return cls(refit_id, session, source, source.announced, ticket)
 
     def watch(self, deadline: asyncio.Task[Any]) -> None:
         self._deadline = deadline

@@ -344,12 +344,14 @@ class CommitRefit(Command, frozen=True, kw_only=True):
 class BeginRefit(Command, frozen=True, kw_only=True):
     """Announces a bucket or collective refit: everything is validated, the gate closes before the first byte is read.
 
-    From a collective source the tensors come in the order announced.
+    From a collective source the tensors come in the order announced. `again`: the same tensors as the last time from
+    this source; `tensors` is then left out.
     """
 
     epoch: int
     source: int
-    tensors: list[TensorShape]
+    tensors: list[TensorShape] = []
+    again: bool = False
     version: int | None = None
     policy: InflightPolicy | None = None
     partial: bool = False

@@ -191,7 +191,7 @@ def test_loader_path_stages_pieces(
 ) -> None:
     """With the plan off, whole tensors are put together and handed to vLLM's loader."""
     weights = weights_of("qwen3", 1)
-    bucket_worker.call("refitd_begin", SOURCE, announced(weights), None, "off")
+    bucket_worker.call("refitd_begin", SOURCE, announced(weights), False, "off")
     for pieces in buckets_of(weights, 30_000):
         push(bucket_worker, memories, 0, pieces)
     assert bucket_worker.call("refitd_finish")["path"] == "loader"
@@ -208,7 +208,7 @@ def test_partial_refits_leave_the_rest_alone(
     refit(bucket_worker, memories, weights_of("qwen3", 0), 4 << 20)
     name = "model.layers.1.self_attn.k_proj.weight"
     part = {name: weights_of("qwen3", 1)[name]}
-    bucket_worker.call("refitd_begin", SOURCE, announced(part), [name])
+    bucket_worker.call("refitd_begin", SOURCE, announced(part), True)
     push(bucket_worker, memories, 0, [(name, 0, part[name].reshape(-1))])
     bucket_worker.call("refitd_finish")
     served, old, new = bucket_worker.served(), fresh("qwen3", 0), fresh("qwen3", 1)

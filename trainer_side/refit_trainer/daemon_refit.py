@@ -100,9 +100,14 @@ class DaemonRefit:
         self, buckets: Buckets, tensors: list[TensorShape], options: CommitOptions, *, partial: bool
     ) -> None:
         await self.open(buckets, "bucket", [])
-        command = BeginRefit(epoch=self._epoch, source=self._source, tensors=tensors, partial=partial, **options)
+        again = self._role.announced(self._source) == tensors
+        said = [] if again else tensors
+        command = BeginRefit(
+            epoch=self._epoch, source=self._source, tensors=said, again=again, partial=partial, **options
+        )
         began = await self._connection.request(command, RefitBegan, timeout_seconds=self._timeout_seconds)
         self._number = began.refit
+        self._role.note_announced(self._source, tensors)
 
     async def apply(self, filled: FilledBucket) -> None:
         """Returns when the bucket that is packed next has been read."""

@@ -21,7 +21,7 @@ from refit_protocol.messages import (
     WriterAcquired,
     WriterReleased,
 )
-from refit_protocol.tensors import SourceTensor
+from refit_protocol.tensors import SourceTensor, TensorShape
 from refit_trainer.backends import ExportedMemory
 from refit_trainer.connection import Connection
 from refit_trainer.errors import RefitdError
@@ -48,6 +48,7 @@ class WriterRole:
         self._session = ""
         self._epoch: int | None = None
         self._sources: list[_Source] = []
+        self._announced: dict[int, list[TensorShape]] = {}
 
     async def acquire(self, *, takeover: bool, timeout_seconds: float) -> None:
         async with self._lock:
@@ -115,6 +116,13 @@ class WriterRole:
         self._sources.append(_Source(opened.source, weakref.ref(memory)))
         return opened.source
 
+    def announced(self, source: int) -> list[TensorShape] | None:
+        """What the last refit from this source was begun with, as far as the daemon knows it."""
+        return self._announced.get(source)
+
+    def note_announced(self, source: int, tensors: list[TensorShape]) -> None:
+        self._announced[source] = tensors
+
     @property
     def _written_epoch(self) -> int:
         assert self._epoch is not None, "only inside enter() and leave()"
@@ -129,9 +137,11 @@ class WriterRole:
     def _forget(self) -> None:
         self._epoch = None
         self._sources.clear()
+        self._announced.clear()
 
     async def _close_dead_sources(self, timeout_seconds: float) -> None:
         for source in [source for source in self._sources if source.memory() is None]:
             command = CloseSource(epoch=self._written_epoch, source=source.number)
             await self._connection.request(command, SourceClosed, timeout_seconds=timeout_seconds)
             self._sources.remove(source)
+            self._announced.pop(source.number, None)

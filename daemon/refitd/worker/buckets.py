@@ -108,6 +108,7 @@ class BucketSource:
         self.segments = segments
         self._planned = planned
         self._announced: Announcement | None = None
+        self._begun: tuple[Announcement, bool, bool] | None = None
         self._programs: dict[tuple[int, tuple[BucketPiece, ...]], Program] = {}
 
     def announce(
@@ -118,6 +119,21 @@ class BucketSource:
         if announced != self._announced:
             self._programs.clear()
             self._announced = announced
+        return announced
+
+    def announce_next(
+        self, weights: EngineWeights, tensors: Sequence[TensorShape] | None, *, partial: bool, planned: bool
+    ) -> Announcement:
+        """Announces what a refit brings; None: what the last one brought, which need not be validated again unless
+        the plan has changed since."""
+        if tensors is None:
+            assert self._begun is not None, "the daemon has announced this source's tensors before"
+            before, *how = self._begun
+            if before.plan is weights.plan and how == [partial, planned]:
+                return before
+            tensors = [*before.tensors.values()]
+        announced = self.announce(weights, tensors, partial=partial, planned=planned)
+        self._begun = announced, partial, planned
         return announced
 
     def program(

@@ -218,6 +218,7 @@ class RefitWorkerExtension:
         source_id: int | str,
         tensors: list[dict[str, Any]],
         only: list[str] | None = None,
+        partial: bool = False,
         check_finite: bool = False,
         plan: str = "auto",
     ) -> Answer:
@@ -228,7 +229,9 @@ class RefitWorkerExtension:
         state = self.refitd_state()
         source = state.sources.get(source_id)
         if isinstance(source, BucketSource):
-            return {"path": _announced_buckets(state.weights, source, tensors, only, plan).path}
+            shapes = _shapes(tensors) or []
+            announced = source.announce(state.weights, shapes, partial=partial, planned=plan != "off")
+            return {"path": _allowed(announced, plan).path}
         inplace = state.inplace(source_id)
         inplace.wait_until_written()
         compiled = commit.validate(state.weights, inplace, only)
@@ -330,13 +333,18 @@ class RefitWorkerExtension:
 
     @answered
     def refitd_begin(
-        self, source_id: int | str, tensors: list[dict[str, Any]], only: list[str] | None = None, plan: str = "auto"
+        self, source_id: int | str, tensors: list[dict[str, Any]] | None, partial: bool = False, plan: str = "auto"
     ) -> Answer:
-        """Validates what will come, all of it unless `only` is given: `{path, loader_tensors}`. Nothing is written."""
+        """Validates what will come, all of it unless `partial`: `{path, loader_tensors}`. Nothing is written.
+
+        Without `tensors` the same as the last time.
+        """
         state = self.refitd_state()
         state.wrote = False
         source = state.buckets(source_id)
-        announced = _announced_buckets(state.weights, source, tensors, only, plan)
+        announced = _allowed(
+            source.announce_next(state.weights, _shapes(tensors), partial=partial, planned=plan != "off"), plan
+        )
         state.refit = BucketRefit(state.weights, source, announced)
         return {"path": announced.path, "loader_tensors": _listed(announced.loader_tensors)}
 
@@ -346,7 +354,8 @@ class RefitWorkerExtension:
 
         Errors: `invalid_descriptor` for elements that came before; this bucket has then not been read.
         """
-        state = self.refitd_state()
+        # Nothing moves while the gate is shut, and it has been since the refit was begun.
+        state = self.refitd_state(look_again=False)
         refit = state.refit_under_way()
         layout = tuple(msgspec.convert(pieces, list[BucketPiece]))
         refit.accept(layout)
@@ -477,11 +486,12 @@ class RefitWorkerExtension:
         """Whether a refit that did not finish may have changed the engine's weights."""
         return self.refitd_kept_state is not None and self.refitd_kept_state.wrote
 
-    def refitd_state(self) -> _State:
+    def refitd_state(self, *, look_again: bool = True) -> _State:
         """Made at the first call, because vLLM calls no constructor; true to where the parameters lie now."""
         if self.refitd_kept_state is None:
             self.refitd_kept_state = _State(EngineWeights(self.model_runner, self.vllm_config, self.device))
-        self.refitd_kept_state.weights.refresh()
+        if look_again:
+            self.refitd_kept_state.weights.refresh()
         return self.refitd_kept_state
 
 
@@ -510,12 +520,8 @@ def _announced(weights: EngineWeights, checkpoint: Checkpoint, plan: str) -> Ann
     return _allowed(announced, plan)
 
 
-def _announced_buckets(
-    weights: EngineWeights, source: BucketSource, tensors: list[dict[str, Any]], only: list[str] | None, plan: str
-) -> Announcement:
-    shapes = msgspec.convert(tensors, list[TensorShape])
-    announced = source.announce(weights, shapes, partial=only is not None, planned=plan != "off")
-    return _allowed(announced, plan)
+def _shapes(tensors: list[dict[str, Any]] | None) -> list[TensorShape] | None:
+    return None if tensors is None else msgspec.convert(tensors, list[TensorShape])
 
 
 def _allowed(announced: Announcement, plan: str) -> Announcement:
