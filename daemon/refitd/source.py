@@ -62,8 +62,8 @@ class BucketRefit:
     """A window that stays open over several messages: from `BeginRefit`, or a commit with `hold`, to its end.
 
     `order` keeps pipelined buckets in the order they came in, `applying` are those that the workers have not answered
-    yet. `held` is what the workers said when everything had been written and only publishing was left. What ends a refit
-    while its `reception` of broadcasts is under way leaves their group out of step.
+    yet. `held` is what the workers said when everything had been written and only publishing was left. What ends a
+    refit while its `reception` of broadcasts is under way leaves their group out of step.
     """
 
     id: int

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from refit_protocol.broadcast import BroadcastLayout
 from refit_protocol.tensors import BucketPiece, TensorShape, aligned
 from refit_trainer.errors import LayoutMismatch
 
 ALIGNMENT_BYTES = 64
+MAX_PLACES = 1 << 16
 
 
 @dataclass
@@ -25,18 +28,39 @@ class FilledBucket:
     size_bytes: int = 0
 
 
+class Places:
+    """Parts of `buckets` as typed tensors, each made once: trainers pack the same layout at every refit."""
+
+    def __init__(self, buckets: Sequence[torch.Tensor]) -> None:
+        self._buckets = buckets
+        self._made: dict[tuple[int, int, torch.Size, torch.dtype], torch.Tensor] = {}
+
+    def at(self, bucket: int, offset_bytes: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        key = bucket, offset_bytes, shape, dtype
+        found = self._made.get(key)
+        if found is None:
+            size_bytes = shape.numel() * dtype.itemsize
+            found = self._buckets[bucket][offset_bytes : offset_bytes + size_bytes].view(dtype).view(shape)
+            if len(self._made) >= MAX_PLACES:
+                self._made.clear()
+            self._made[key] = found
+        return found
+
+
 def pack(
     tensors: Iterable[tuple[str, torch.Tensor]],
     announced: Mapping[str, TensorShape],
     buckets: Sequence[torch.Tensor],
     max_pieces: int,
+    places: Places | None = None,
 ) -> Iterator[FilledBucket]:
     """Fills `buckets` (flat uint8 tensors of one size) in turn and yields each when it is full, the last one as it is.
 
     `tensors` is consumed no further than the bucket in hand. A bucket is written again when the iterator is advanced
     for the `len(buckets)`-th time: by then the daemon must have read it. Raises `LayoutMismatch` unless exactly the
-    announced tensors come, each once.
+    announced tensors come, each once. `places` keeps what is made of `buckets` from one refit to the next.
     """
+    places = places or Places(buckets)
     missing = dict(announced)
     bucket_bytes = buckets[0].numel()
     filled = FilledBucket(0)
@@ -49,8 +73,11 @@ def pack(
             if len(filled.pieces) == max_pieces or offset_bytes + size_bytes > bucket_bytes:
                 yield filled
                 filled, offset_bytes = FilledBucket((filled.bucket + 1) % len(buckets)), 0
-            target = buckets[filled.bucket][offset_bytes : offset_bytes + size_bytes]
-            copy_range(tensor, first, target.view(tensor.dtype))
+            if count == tensor.numel():
+                _copy(tensor, places.at(filled.bucket, offset_bytes, tensor.shape, tensor.dtype))
+            else:
+                part = torch.Size((count,))
+                copy_range(tensor, first, places.at(filled.bucket, offset_bytes, part, tensor.dtype))
             filled.pieces.append(BucketPiece(name=name, first=first, count=count, offset_bytes=offset_bytes))
             filled.size_bytes = offset_bytes + size_bytes
     if missing:
@@ -103,19 +130,23 @@ def copy_range(tensor: torch.Tensor, first: int, flat: torch.Tensor) -> None:
     """Copies the elements `[first, first + len(flat))` in row-major order into `flat`; the tensor may be strided."""
     count = flat.numel()
     if tensor.is_contiguous():
-        _copy_run(tensor.view(-1)[first : first + count], flat)
+        _copy(tensor.view(-1)[first : first + count], flat)
     elif count == tensor.numel():
-        flat.view(tensor.shape).copy_(tensor)
+        _copy(tensor, flat.view(tensor.shape))
     else:
         _copy_rows(tensor, first, flat)
 
 
-def _copy_run(source: torch.Tensor, target: torch.Tensor) -> None:
-    """On the CPU by the calling thread alone: PyTorch's threads would fight the engine's for its cores."""
-    if source.device.type == target.device.type == "cpu":
-        np.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Runs on the CPU by the calling thread alone: PyTorch's threads would fight the engine's for its cores."""
+    if source.is_cpu and target.is_cpu and source.is_contiguous():
+        np.copyto(_bytes_of(target), _bytes_of(source))
     else:
         target.copy_(source)
+
+
+def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    return tensor.view(-1).view(torch.uint8).numpy()
 
 
 def _copy_rows(tensor: torch.Tensor, first: int, flat: torch.Tensor) -> None:
@@ -155,12 +186,17 @@ def _check_announced(
 
 
 def _check_shape(name: str, tensor: torch.Tensor, expected: TensorShape) -> None:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if tuple(tensor.shape) != expected.shape or dtype != expected.dtype:
+    dtype = _name_of(tensor.dtype)
+    if tensor.shape != expected.shape or dtype != expected.dtype:
         raise LayoutMismatch(
             f"{name} is {dtype} {list(tensor.shape)}, but {expected.dtype} {list(expected.shape)} was announced: "
             "pass specs= to refit() to announce what the iterator yields"
         )
+
+
+@cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ from refit_protocol.tensors import TensorShape, aligned
 from refit_trainer.backends import Buckets, backend_for
 from refit_trainer.daemon_refit import BUCKETS
 from refit_trainer.layouts import Layout, NamedTensor, layout_of, predicted_layout, selected, without_aliases
-from refit_trainer.packing import ALIGNMENT_BYTES, FilledBucket, pack
+from refit_trainer.packing import ALIGNMENT_BYTES, FilledBucket, Places, pack
 from refit_trainer.refits import CommitOptions
 from refit_trainer.steps import Steps
 
@@ -55,10 +55,12 @@ class Staging:
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = aligned(bucket_bytes, ALIGNMENT_BYTES)
         self._buckets: Buckets | None = None
+        self._places = Places([])
         self._learned: Layout = {}
 
     def close(self) -> None:
         if self._buckets is not None:
+            self._places = Places([])
             self._buckets.close()
             self._buckets = None
 
@@ -101,7 +103,7 @@ class Staging:
         if first is None:
             raise ValueError("there is not one tensor to refit with")
         buckets = self._large_enough(layout, first[1].device)
-        packed = pack(chain([first], tensors), layout, buckets.views, target.max_pieces)
+        packed = pack(chain([first], tensors), layout, buckets.views, target.max_pieces, self._places)
         # The first bucket is packed before the gate closes: generation waits less, and most mistakes show up by then.
         filled = next(packed, None)
         yield target.begin(buckets, [*layout.values()], options, partial=partial)
@@ -136,4 +138,5 @@ class Staging:
         if self._buckets is None or self._buckets.views[0].numel() < size_bytes:
             self.close()
             self._buckets = backend_for(device.type).buckets(BUCKETS, size_bytes, device)
+            self._places = Places(self._buckets.views)
         return self._buckets
