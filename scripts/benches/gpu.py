@@ -22,7 +22,7 @@ from refit_trainer import Daemon, Sampling, share_parameters
 ROUNDS = 25
 SLOW_ROUNDS = 5
 STREAMS = 8
-BUCKET_BYTES = 1 << 30
+BUCKET_BYTES = 3 << 29
 QWEN3_8B = {
     "vocab_size": 151_936,
     "hidden_size": 4096,

@@ -75,7 +75,7 @@ class ConnectOptions(TypedDict, total=False):
     `request_seconds` bounds later calls that have no bound of their own, by default as `connect` is bounded.
     `patience_seconds`: how long streams and calls wait for a lost connection; by default streams as long as the daemon
     keeps the session, and calls to their own bound.
-    `bucket_bytes` is the size of each of the two staging buckets, 64 MiB by default.
+    `bucket_bytes`, 64 MiB by default, is half of the memory of the staging buckets: two, on a GPU three.
     """
 
     client: str
@@ -158,7 +158,7 @@ class AsyncDaemon:
 
         A module whose parameters are shared (`share_parameters`) is read in place; if they are sharded, every rank of
         torch.distributed calls this, with the same options, and gets the same report. Any other module, a mapping from
-        checkpoint names to tensors, or an iterator of such pairs goes through two staging buckets; an iterator is
+        checkpoint names to tensors, or an iterator of such pairs goes through staging buckets; an iterator is
         consumed as they fill, on this thread. What it will yield has to be announced before: `specs` if given, else
         what it yielded last time, else the engine's own tensors in the dtype of the first one; `LayoutMismatch` if
         something else comes.

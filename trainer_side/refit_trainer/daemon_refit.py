@@ -31,7 +31,6 @@ from refit_trainer.writer import WriterRole
 if TYPE_CHECKING:
     from refit_trainer.packing import FilledBucket
 
-BUCKETS = 2
 # A broken connection is soon back; a daemon that is gone for longer has ended our refit by itself.
 RECONNECT_SECONDS = 5.0
 
@@ -45,6 +44,7 @@ class DaemonRefit:
         self._timeout_seconds = timeout_seconds
         self._epoch = 0
         self._source = 0
+        self._buckets = 0
         self._number: int | None = None
         self._holding = False
         self._reading: dict[int, asyncio.Task[BucketApplied]] = {}
@@ -100,6 +100,7 @@ class DaemonRefit:
         self, buckets: Buckets, tensors: list[TensorShape], options: CommitOptions, *, partial: bool
     ) -> None:
         await self.open(buckets, "bucket", [])
+        self._buckets = len(buckets.views)
         again = self._role.announced(self._source) == tensors
         said = [] if again else tensors
         command = BeginRefit(
@@ -115,7 +116,7 @@ class DaemonRefit:
         self._reading[filled.bucket] = asyncio.create_task(
             self._connection.request(command, BucketApplied, timeout_seconds=self._timeout_seconds)
         )
-        following = self._reading.pop((filled.bucket + 1) % BUCKETS, None)
+        following = self._reading.pop((filled.bucket + 1) % self._buckets, None)
         if following is not None:
             await following
 

@@ -11,11 +11,13 @@ import torch
 from refit_protocol.messages import Manifest
 from refit_protocol.tensors import TensorShape, aligned
 from refit_trainer.backends import Buckets, backend_for
-from refit_trainer.daemon_refit import BUCKETS
 from refit_trainer.layouts import Layout, NamedTensor, layout_of, predicted_layout, selected, without_aliases
 from refit_trainer.packing import ALIGNMENT_BYTES, FilledBucket, Places, pack
 from refit_trainer.refits import CommitOptions
 from refit_trainer.steps import Steps
+
+# A GPU lets two processes take turns: with a third bucket it has work while an answer is on its way.
+BUCKETS = {"cpu": 2, "cuda": 3}
 
 Weights: TypeAlias = Mapping[str, torch.Tensor] | Iterable[NamedTensor]
 AskManifest: TypeAlias = Callable[[], Coroutine[Any, Any, Manifest]]
@@ -132,11 +134,16 @@ class Staging:
         return without_aliases(chain([first], tensors), known, layout), layout
 
     def _large_enough(self, layout: Layout, device: torch.device) -> Buckets:
-        """The present pair unless it is too small for how much a bucket may hold; the daemon lets go of the old one."""
+        """The present ones unless they are too small for how much a bucket may hold; the daemon lets go of the old.
+
+        However many there are, together they take the memory of a pair.
+        """
+        count = BUCKETS.get(device.type, 2)
+        most_bytes = aligned(2 * self._bucket_bytes // count, ALIGNMENT_BYTES)
         needed_bytes = sum(aligned(shape.size_bytes, ALIGNMENT_BYTES) for shape in layout.values())
-        size_bytes = min(self._bucket_bytes, max(needed_bytes, ALIGNMENT_BYTES))
+        size_bytes = min(most_bytes, max(needed_bytes, ALIGNMENT_BYTES))
         if self._buckets is None or self._buckets.views[0].numel() < size_bytes:
             self.close()
-            self._buckets = backend_for(device.type).buckets(BUCKETS, size_bytes, device)
+            self._buckets = backend_for(device.type).buckets(count, size_bytes, device)
             self._places = Places(self._buckets.views)
         return self._buckets

@@ -44,7 +44,7 @@ class FleetOptions(TypedDict, total=False):
 
     `patience_seconds` (2): how long a lost connection is waited for before its daemon counts as down.
     `probe_seconds` (2): how long a daemon may take to say how it is before it counts as down. `curve`: by endpoint.
-    `bucket_bytes` is the size of each of the two staging buckets that all daemons read, 64 MiB by default.
+    `bucket_bytes`, 64 MiB by default, is half of the memory of the staging buckets, which all daemons read.
     """
 
     on_failure: OnFailure
