@@ -31,7 +31,7 @@ from refit_trainer.writer import WriterRole
 
 # The daemon gives hanging workers a few seconds more than they have themselves.
 _JOIN_GRACE_SECONDS = 15.0
-_PAUSE_SECONDS = 0.0005
+_PAUSE_SECONDS = 0.002
 _REASON_SECONDS = 5.0
 # The workers have been told by the broken group; a daemon that is gone answers nothing.
 _ABORT_SECONDS = 5.0
