@@ -84,6 +84,10 @@ class Adapters:
             except ProtocolError as error:
                 raise StartupError(f"lora.adapters: {error.message}") from error
 
+    def close(self) -> None:
+        """To be called when the engine has ended: nobody reads the copies any more."""
+        shutil.rmtree(self._copies, ignore_errors=True)
+
     def find(self, name: str | None) -> Adapter | None:
         """None for the base model. Raises `unknown_adapter`, `unsupported`."""
         if name is None:

@@ -419,6 +419,7 @@ class App:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.engine.stop()
+        self.adapters.close()
         orphans.forget(self._config.runtime_directory)
         shared_memory.clear(self._config.runtime_directory)
         self.server.close()

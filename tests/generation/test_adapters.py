@@ -43,7 +43,7 @@ def adapters(base: PreTrainedModel, one: Weights, short_directory: Path) -> Path
 
 @pytest.fixture(scope="module")
 def with_lora(model_path: Path, adapters: Path, short_directory: Path) -> Iterator[DaemonProcess]:
-    """A daemon of this module's own, with room for two adapters, one of them loaded."""
+    """A daemon of this module's own, with room for two adapters, one of them loaded; it leaves no copies behind."""
     with running_daemon(
         model_path,
         short_directory / "lora",
@@ -54,6 +54,7 @@ def with_lora(model_path: Path, adapters: Path, short_directory: Path) -> Iterat
         "http.enabled=true",
     ) as process:
         yield process
+    assert not (short_directory / "lora" / "adapters").exists()
 
 
 @pytest.fixture
