@@ -25,6 +25,14 @@ WEIGHTS = "model.safetensors"
 LONG_PROMPT = [index * 7 % 500 for index in range(150)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def weights_a_afterwards(daemon_process: DaemonProcess, fresh_sample: object) -> Iterator[None]:
+    """What comes after this module finds the weights that the daemon was started with."""
+    yield
+    with daemon_process.connect() as connected:
+        connected.reload()
+
+
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """Weights B, elsewhere than the model."""

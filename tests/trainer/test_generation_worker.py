@@ -33,9 +33,16 @@ _Result = TypeVar("_Result")
 Make = Callable[..., GenerationWorker]
 
 
+@pytest.fixture(scope="module")
+def serving_a(daemon_process: DaemonProcess, fresh_sample: object) -> None:
+    """Whatever an earlier test left behind, this module begins with weights A."""
+    with daemon_process.connect() as daemon:
+        daemon.refit(share_parameters(random_model("qwen3", seed=0)))
+
+
 @pytest.fixture
-def make(daemon_process: DaemonProcess, fresh_sample: object) -> Iterator[Make]:
-    """Workers connected to the session's daemon, which now serves weights A."""
+def make(daemon_process: DaemonProcess, serving_a: None) -> Iterator[Make]:
+    """Workers connected to the session's daemon."""
     made: list[GenerationWorker] = []
 
     def connected(**config: Any) -> GenerationWorker:
