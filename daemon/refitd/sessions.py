@@ -51,7 +51,7 @@ class Session:
     pid: int | None
     lease_seconds: float
     identity: bytes
-    renewed: float
+    lease_end: float = 0.0
     state: SessionState = SessionState.ABSENT
     last_request: int = 0
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Session:
         self.state = step(SESSION_TRANSITIONS, self.state, event)
 
     def renew(self) -> None:
-        self.renewed = time.monotonic()
+        self.lease_end = time.monotonic() + self.lease_seconds
 
     @property
     def closed(self) -> bool:
@@ -71,10 +71,6 @@ class Session:
     @property
     def connected(self) -> bool:
         return self.state is SessionState.OPEN
-
-    @property
-    def expired(self) -> bool:
-        return time.monotonic() > self.renewed + self.lease_seconds
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -235,9 +231,9 @@ class Sessions:
         """Closes sessions whose lease has ended; runs until cancelled."""
         while True:
             await asyncio.sleep(min(1.0, self._config.lease_seconds / HEARTBEATS_PER_LEASE))
-            for session in self:
-                if session.expired:
-                    self.close(session, SessionEvent.LEASE_ENDED)
+            now = time.monotonic()
+            for session in [session for session in self._sessions.values() if session.lease_end < now]:
+                self.close(session, SessionEvent.LEASE_ENDED)
 
     def _open(self, hello: Hello) -> Session:
         if len(self._sessions) >= self._config.max_sessions:
@@ -252,8 +248,8 @@ class Sessions:
             pid=hello.pid,
             lease_seconds=self._lease(hello),
             identity=b"",
-            renewed=time.monotonic(),
         )
+        session.renew()
         self._watch(session)
         self._sessions[session.token] = session
         self.on_opened()

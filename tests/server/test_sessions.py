@@ -215,10 +215,10 @@ def test_any_request_renews_the_lease(daemon: SmallDaemon, connect: Connect) -> 
     client = connect()
     client.hello(lease_seconds=60.0)
     session = next(iter(daemon.sessions))
-    before = session.renewed
+    before = session.lease_end
     client.send(Heartbeat(), id=client.last)
     client.receive()
-    assert session.renewed > before
+    assert session.lease_end > before
 
 
 def test_lease_is_kept_within_the_configured_bounds(daemon: SmallDaemon, connect: Connect) -> None:
