@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
@@ -42,7 +41,7 @@ COMMIT = CommitRefit(epoch=1, source=4)
 
 
 def session(pid: int) -> Session:
-    return Session(token=str(pid), client="t", pid=pid, lease_seconds=9.0, identity=b"", renewed=time.monotonic())
+    return Session(token=str(pid), client="t", pid=pid, lease_seconds=9.0, identity=b"")
 
 
 def body(rank: int, world_size: int = 2, group: str = "g", **fields: Any) -> OpenSource:
