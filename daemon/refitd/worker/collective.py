@@ -108,8 +108,6 @@ class BroadcastGroup:
             work.wait()
         except RuntimeError as error:
             raise collective_failed(f"the trainer's broadcast broke off: {first_line(error)}") from None
-        if self.terms.backend == "nccl" and not work.is_success():
-            raise collective_failed("the trainer's broadcast broke off")
 
     def close(self) -> None:
         """Lets go of sockets and threads in the background: what is still under way ends within the timeout."""
