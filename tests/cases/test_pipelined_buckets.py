@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -26,20 +27,20 @@ from refit_protocol.messages import (
 from refit_trainer import Daemon
 from refit_trainer.backends import Buckets, backend_for
 from refit_trainer.layouts import Layout, layout_of
-from refit_trainer.names import checkpoint_tensors
 from refit_trainer.packing import FilledBucket, pack
 from tests.canary import unharmed
 from tests.daemon_process import DaemonProcess
+from tests.trainers import tensors_of
 from tests.wire import RawClient, raw_client
 
 BUCKETS, BUCKET_BYTES = 24, 128 << 10
 
 
 class Trainer:
-    """Has packed a whole model into buckets that are each used once."""
+    """Has packed a whole model, of other weights than those served, into buckets that are each used once."""
 
-    def __init__(self, wire: RawClient, memory: Buckets, model: PreTrainedModel) -> None:
-        tensors = checkpoint_tensors(model)
+    def __init__(self, wire: RawClient, memory: Buckets) -> None:
+        self.tensors = tensors = dict(tensors_of(1))
         self.wire = wire
         self.layout: Layout = layout_of(tensors.items())
         self.filled: list[FilledBucket] = list(pack(tensors.items(), self.layout, memory.views, 1000))
@@ -52,31 +53,33 @@ class Trainer:
         tensors = [] if again else [*self.layout.values()]
         return BeginRefit(epoch=self.epoch, source=self.source, tensors=tensors, again=again)
 
-    def post_all(self, refit: int, *, twice: int | None = None) -> int:
-        """Every bucket, the one of this number twice, and the end; returns how many messages that were."""
-        order = [*range(len(self.filled))]
-        if twice is not None:
-            order.insert(twice, twice)
-        for number in order:
-            filled = self.filled[number]
+    def post_all(self, refit: int, *, bad_at: int | None = None) -> int:
+        """Every bucket, one that brings an element twice before the one of this number, and the end; returns how many
+        messages that were."""
+        buckets = [*self.filled]
+        if bad_at is not None:
+            piece = msgspec.structs.replace(buckets[bad_at].pieces[0], first=0, count=8)
+            again = msgspec.structs.replace(piece, offset_bytes=piece.offset_bytes + 1024)
+            buckets.insert(bad_at, FilledBucket(buckets[bad_at].bucket, [piece, again]))
+        for filled in buckets:
             command = ApplyBucket(epoch=self.epoch, refit=refit, bucket=filled.bucket, pieces=filled.pieces)
             self.wire.post(command)
         self.wire.post(FinishRefit(epoch=self.epoch, refit=refit))
-        return len(order) + 1
+        return len(buckets) + 1
 
 
 @pytest.fixture
-def trainer(daemon_process: DaemonProcess, model: PreTrainedModel) -> Iterator[Trainer]:
+def trainer(daemon: Daemon, daemon_process: DaemonProcess, model: PreTrainedModel) -> Iterator[Trainer]:
+    daemon.refit(model)
+    daemon.release_writer()
     memory = backend_for("cpu").buckets(BUCKETS, BUCKET_BYTES, torch.device("cpu"))
     with raw_client(daemon_process.endpoint) as wire:
         wire.hello(pid=os.getpid())
-        yield Trainer(wire, memory, model)
+        yield Trainer(wire, memory)
     memory.close()
 
 
-def test_buckets_sent_at_once_are_applied_in_order_and_finished(
-    daemon: Daemon, trainer: Trainer, model: PreTrainedModel
-) -> None:
+def test_buckets_sent_at_once_are_applied_in_order_and_finished(daemon: Daemon, trainer: Trainer) -> None:
     """Twice: the second time the same tensors are only said to come again."""
     for again in (False, True):
         began = trainer.wire.ask(trainer.begin(again=again), RefitBegan)
@@ -84,14 +87,18 @@ def test_buckets_sent_at_once_are_applied_in_order_and_finished(
         *applied, committed = replies
         assert all(isinstance(reply, BucketApplied) for reply in applied)
         assert isinstance(committed, RefitCommitted)
-        assert daemon.verify(model, full=True)
+        assert daemon.verify(trainer.tensors, full=True)
 
 
-def test_a_bucket_that_fails_ends_the_refit_whatever_was_sent_behind_it(daemon: Daemon, trainer: Trainer) -> None:
-    """Elements that come twice are refused, nothing is committed, and what was served before is served again."""
+@pytest.mark.parametrize("bad_at", [0, 3])
+def test_a_bucket_that_fails_ends_the_refit_whatever_was_sent_behind_it(
+    daemon: Daemon, trainer: Trainer, bad_at: int
+) -> None:
+    """Also the first one, before which nothing was written, and behind which nothing is: what was served before the
+    refit is served after it."""
     with unharmed(daemon):
         began = trainer.wire.ask(trainer.begin(), RefitBegan)
-        replies = [trainer.wire.receive().body for _ in range(trainer.post_all(began.refit, twice=3))]
+        replies = [trainer.wire.receive().body for _ in range(trainer.post_all(began.refit, bad_at=bad_at))]
         refusals = {reply.code for reply in replies if isinstance(reply, Failed)}
         assert ErrorCode.INVALID_DESCRIPTOR in refusals
         assert refusals <= {ErrorCode.UNKNOWN_REFIT, ErrorCode.INVALID_DESCRIPTOR}

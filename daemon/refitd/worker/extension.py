@@ -352,16 +352,21 @@ class RefitWorkerExtension:
     def refitd_apply_bucket(self, bucket: int, pieces: list[dict[str, Any]]) -> Answer:
         """Copies a bucket into the engine, after which it may be overwritten: `{bytes}`.
 
-        Errors: `invalid_descriptor` for elements that came before; this bucket has then not been read.
+        Errors: `invalid_descriptor` for elements that came before; this bucket has then not been read. Any error ends
+        the refit: buckets that were sent behind this one are not written any more.
         """
         # Nothing moves while the gate is shut, and it has been since the refit was begun.
         state = self.refitd_state(look_again=False)
         refit = state.refit_under_way()
         layout = tuple(msgspec.convert(pieces, list[BucketPiece]))
-        refit.accept(layout)
-        refit.wait_until_written(bucket)
-        state.before_write()
-        return {"bytes": refit.copy(bucket, layout)}
+        try:
+            refit.accept(layout)
+            refit.wait_until_written(bucket)
+            state.before_write()
+            return {"bytes": refit.copy(bucket, layout)}
+        except BaseException:
+            state.refit = None
+            raise
 
     @answered
     def refitd_finish(self, attest: str = "sampled", check_finite: bool = False) -> Answer:
