@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def other(tmp_path: Path) -> Path:
 def checkpoint(directory: Path) -> Path:
     directory.mkdir(parents=True)
     (directory / "config.json").write_text("{}")
-    (directory / "model.safetensors").write_bytes(b"x")
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     return directory
 
 
