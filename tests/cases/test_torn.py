@@ -230,7 +230,7 @@ def test_daemon_killed_mid_update_and_started_again(
     """
     with unprotected.connect(bucket_bytes=SMALL_BUCKET_BYTES) as trainer:
         epoch = trainer.status().epoch
-        with pytest.raises(DaemonUnreachable, match="outcome unknown"):
+        with pytest.raises(DaemonUnreachable):
             trainer.refit(killing_after(unprotected, AFTER_THREE_BUCKETS), specs=specs_of())
         with running_daemon(model_path, unprotected.log.parent) as second:
             sees_another_daemon(trainer, epoch)
