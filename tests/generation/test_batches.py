@@ -13,14 +13,18 @@ ENDLESS = Sampling(max_tokens=240, ignore_eos=True)
 
 
 def test_each_result_names_its_prompt(daemon: Daemon) -> None:
-    """Twelve prompts, two outputs each: every result is the one its prompt gets alone."""
+    """Twelve prompts, two outputs each: every result begins as the one that its prompt gets alone.
+
+    Begins, because a matrix product rounds otherwise in another batch, and a later token may follow from that.
+    """
     prompts = [[5 + index, 60, 7] for index in range(12)]
     sampling = Sampling(n=2, max_tokens=6, temperature=0.0, ignore_eos=True)
     samples = list(daemon.generate(prompts, sampling))
     assert sorted((sample.prompt, sample.output) for sample in samples) == [(p, n) for p in range(12) for n in (0, 1)]
-    alone = {index: greedy(daemon, prompts[index], max_tokens=6).token_ids.tolist() for index in (0, 5, 11)}
+    alone = {index: greedy(daemon, prompts[index], max_tokens=1).token_ids.tolist() for index in range(12)}
+    assert len({tuple(ids) for ids in alone.values()}) > 1
     for sample in samples:
-        assert sample.token_ids.tolist() == alone.get(sample.prompt, sample.token_ids.tolist())
+        assert sample.token_ids[:1].tolist() == alone[sample.prompt]
 
 
 def test_results_come_as_they_are_ready(daemon: Daemon) -> None:

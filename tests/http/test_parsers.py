@@ -132,7 +132,10 @@ def test_the_async_client_gets_the_same(url: str, name: str, teacher: Teacher) -
 
     whole, chunks = asyncio.run(both())
     assert whole.choices[0].message.tool_calls[0].function.arguments == '{"city": "Paris"}'
-    assert _streamed(chunks) == ("hmm", "weather", '{"city": "Paris"}', "tool_calls", said)
+    thought, *rest = _streamed(chunks)
+    # vLLM's parser keeps the marker where it comes in one delta with the words, as deltas that had to wait do.
+    assert thought.removeprefix("<think>") == "hmm"
+    assert rest == ["weather", '{"city": "Paris"}', "tool_calls", said]
 
 
 def _streamed(chunks: list[Any]) -> tuple[str, str, str, str, list[int]]:

@@ -44,14 +44,17 @@ class SharedModule:
             tensor = holder.get(key)
             if tensor is None or local_part(tensor).data_ptr() != data_ptr:
                 return key
-        children = zip(self._parents, self._child_keys, self._children, strict=True)
-        return next(key for modules, key, child in children if modules.get(key) is not child)
+        for modules, key, child in zip(self._parents, self._child_keys, self._children, strict=True):
+            if modules.get(key) is not child:
+                return key
+        return None
 
     def _is_in_place(self) -> bool:
-        """Without a loop in Python: modules have thousands of parts."""
-        tensors: Iterator[Any] = map(dict.get, self._holders, self._keys)
+        """Without a loop in Python where the tensors are whole: modules have thousands of parts."""
+        tensors: list[Any] = list(map(dict.get, self._holders, self._keys))
+        parts = map(local_part, tensors) if self.sharded else tensors
         try:
-            addresses = list(map(torch.Tensor.data_ptr, tensors))
+            addresses = list(map(torch.Tensor.data_ptr, parts))
         except TypeError:  # of a parameter that is gone
             return False
         children = map(dict.get, self._parents, self._child_keys)
