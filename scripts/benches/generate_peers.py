@@ -7,8 +7,10 @@ input and answers with a line of JSON.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -95,16 +97,17 @@ def _wait_healthy(url: str, child: subprocess.Popen[bytes]) -> None:
 @contextmanager
 def _child(arguments: list[str], **pipes: Any) -> Iterator[subprocess.Popen[bytes]]:
     environment: Mapping[str, str] = {**os.environ, **ENVIRONMENT}
-    child = subprocess.Popen([sys.executable, *arguments], env=environment, **pipes)
+    child = subprocess.Popen([sys.executable, *arguments], env=environment, start_new_session=True, **pipes)
     try:
         yield child
     finally:
         child.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(30)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+        # vLLM's server may leave its engine's process behind.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
 
 
 # --- inside the child -------------------------------------------------------------------------------------------------
