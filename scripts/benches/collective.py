@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +89,15 @@ def _plain_broadcast(case: Case, flat: torch.Tensor) -> Iterator[Callable[[], No
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     spawning = multiprocessing.get_context("spawn")
-    receiver = spawning.Process(target=_receive, args=(case, port, flat.nbytes), daemon=True)
+    orders, heard = spawning.Pipe()
+    receiver = spawning.Process(target=_receive, args=(case, port, flat.nbytes, heard), daemon=True)
     receiver.start()
     dist.init_process_group(case.backend, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2)
-    order = torch.tensor([GO], device=case.trainer)
     done = torch.zeros(1, device=case.trainer)
 
     def broadcast() -> None:
-        dist.broadcast(order, 0)
+        # Not by a broadcast: NCCL's would wait on the engine's own device, in a kernel that never rests.
+        orders.send(GO)
         dist.broadcast(flat.view(torch.uint8), 0)
         dist.broadcast(done, 1)
         _synchronise(case.trainer)
@@ -103,22 +105,18 @@ def _plain_broadcast(case: Case, flat: torch.Tensor) -> Iterator[Callable[[], No
     try:
         yield broadcast
     finally:
-        dist.broadcast(order.fill_(STOP), 0)
+        orders.send(STOP)
         receiver.join()
         dist.destroy_process_group()
 
 
-def _receive(case: Case, port: int, size_bytes: int) -> None:
+def _receive(case: Case, port: int, size_bytes: int, orders: Connection) -> None:
     if case.receiver != "cpu":
         torch.cuda.set_device(case.receiver)
     dist.init_process_group(case.backend, init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2)
     target = torch.empty(size_bytes, dtype=torch.uint8, device=case.receiver)
-    order = torch.tensor([GO], device=case.receiver)
     done = torch.zeros(1, device=case.receiver)
-    while True:
-        dist.broadcast(order, 0)
-        if order.item() == STOP:
-            break
+    while orders.recv() != STOP:
         dist.broadcast(target, 0)
         dist.broadcast(done, 1)
     dist.destroy_process_group()
