@@ -314,7 +314,7 @@ class App:
         log.info("stopped while the model was loading")
         self._notifier.stopping()
         self._lock.release()
-        os._exit(ExitCode.OK)
+        os._exit(ExitCode.OK if self._death is None else ExitCode.ENGINE_DIED)
 
     async def _serve_until_stopped(self) -> None:
         self._notifier.ready(self._status_text())

@@ -212,11 +212,12 @@ class Engine:
             raise ProtocolError(ErrorCode.ENGINE_DEAD, str(error)) from None
 
     async def _call_through_vllm(self, method: str, args: Sequence[Any]) -> list[dict[str, Any]]:
+        llm = self.llm
         self._calls += 1
         try:
             while self._direct_calls:
                 await asyncio.wait(self._direct_calls)
-            return await self.llm.call_workers(method, tuple(args))
+            return await llm.call_workers(method, tuple(args))
         # Our methods never raise in a worker, so a worker has died; what others answered is lost with it.
         except Exception as error:
             self.on_death(error)

@@ -13,7 +13,7 @@ from refit_protocol.tensors import check_segments, check_source_tensors
 from refitd.collective import check_group, join_group
 from refitd.commit import Commit
 from refitd.config import Config
-from refitd.engine import Engine
+from refitd.engine import Engine, EngineInfo
 from refitd.groups import Group, Groups, Run, merged
 from refitd.ranks import combine_paths, combine_unplanned
 from refitd.sessions import Session
@@ -54,12 +54,14 @@ class Sources:
         return self.find(source_id)
 
     async def open_alone(self, session: Session, body: OpenSource) -> SourceOpened:
+        self._loaded()
         _check_source(session, body)
         self._check_room(len(body.segments))
         return await self._open(session, body, None)
 
     async def open_with_others(self, session: Session, body: OpenSource, wait_seconds: float) -> SourceOpened:
         """Comes back when all ranks have come. What one does wrong is told to all of them at once."""
+        self._loaded()
         self._writer.check_epoch(body.epoch)
         group = self._groups.group_for(body, wait_seconds)
         try:
@@ -69,10 +71,14 @@ class Sources:
             raise
         return await group.join(session, body, lambda ranks: self._open_group(group, ranks))
 
-    async def join_collective(self, session: Session, body: JoinCollective) -> CollectiveJoined:
+    def _loaded(self) -> EngineInfo:
+        """Raises `loading`."""
         if self._engine.info is None:
             raise ProtocolError(*NOT_SERVABLE[EngineState.LOADING])
-        workers = len(self._engine.info.devices)
+        return self._engine.info
+
+    async def join_collective(self, session: Session, body: JoinCollective) -> CollectiveJoined:
+        workers = len(self._loaded().devices)
         check_group(body, workers)
         source = Source(next(self._ids), session, "collective", ())
         self._sources[source.id] = source

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedModel
 
 from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import Status
@@ -61,11 +62,19 @@ def test_a_deferred_load_is_watched_until_it_is_ready(started_daemon: tuple[Daem
     assert (seen[-1].state, seen[-1].progress, seen[-1].load_phase) == (EngineState.READY, 1.0, None)
 
 
-def test_a_deferred_load_that_fails_says_why_and_ends_the_daemon(model_path: Path, short_directory: Path) -> None:
-    """Who asked for it gets the reason, and the supervisor the exit code of a start that failed."""
+def test_a_deferred_load_that_fails_says_why_and_ends_the_daemon(
+    model_path: Path, short_directory: Path, model: PreTrainedModel
+) -> None:
+    """Who asked for it gets the reason, and the supervisor the exit code of a start that failed.
+
+    A refit that comes before the load is refused, and does the daemon no harm.
+    """
     settings = ("defer_load=true", "engine.cpu_kv_cache_gib=1000000")
     with ended(start_daemon(model_path, short_directory / "full", *settings)) as process:
         with process.connect(timeout_seconds=60.0) as daemon:
+            with pytest.raises(RefitdError) as early:
+                daemon.refit(model)
+            assert (early.value.code, early.value.retryable) == (ErrorCode.LOADING, True)
             assert daemon.status().state is EngineState.UNLOADED
             with pytest.raises(RefitdError, match="lower engine") as refused:
                 daemon.load_model()
