@@ -36,6 +36,7 @@ from refitd.ranks import combine_digests, combine_paths, combine_unplanned
 MAX_CHOSEN_VERSION = (1 << 63) - 1
 # After the last request's end; a client that sends one request after the other is not slowed down.
 SETTLE_AFTER_SECONDS = 0.05
+LOG_AFTER_SECONDS = 0.002
 
 log = structlog.get_logger()
 
@@ -222,6 +223,8 @@ class Commit:
         self.last_report = report
         self._gate.last_error = None
         self.on_committed(report)
+        # A moment later: the trainer waits for the answer.
+        asyncio.get_running_loop().call_later(LOG_AFTER_SECONDS, _log_commit, report)
         return report
 
     def weights_dropped(self) -> None:
@@ -358,6 +361,18 @@ def _report(ticket: Ticket, answers: Sequence[dict[str, Any]], digest: str | Non
             publish=(now - copied) * 1e3,
             total=(now - ticket.started) * 1e3,
         ),
+    )
+
+
+def _log_commit(report: RefitReport) -> None:
+    log.info(
+        "weights committed",
+        version=report.version,
+        path=report.path,
+        tensors=report.tensors,
+        size_bytes=report.size_bytes,
+        milliseconds=round(report.milliseconds.total, 3),
+        digest=report.digest,
     )
 
 

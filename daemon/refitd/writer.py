@@ -46,7 +46,8 @@ class Writer:
             return WriterEvent.TAKEN_OVER
         raise ProtocolError(
             ErrorCode.WRITER_BUSY,
-            f"{self.session.client!r} (pid {self.session.pid}) writes the weights: wait for it, or take over",
+            f"{self.session.client!r} (pid {self.session.pid}) is the writer until its session ends or it lets go of"
+            " the role (release_writer); acquire_writer(takeover=True) takes it over",
             writer=self.session.client,
         )
 

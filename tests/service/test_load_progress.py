@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import Status
 from refit_protocol.states import EngineState
-from refit_trainer import RefitdError
+from refit_trainer import RefitdError, RequestTimedOut
 from refitd import load_progress
 from refitd.load_progress import PROGRESS_VARIABLE, ProgressFile
 from tests.daemon_process import DaemonProcess, ended, start_daemon
@@ -75,7 +75,8 @@ def test_a_deferred_load_that_fails_says_why_and_ends_the_daemon(
             with pytest.raises(RefitdError) as early:
                 daemon.refit(model)
             assert (early.value.code, early.value.retryable) == (ErrorCode.LOADING, True)
-            assert daemon.status().state is EngineState.UNLOADED
+            with pytest.raises(RequestTimedOut, match="unloaded"):
+                daemon.wait_until_ready(0.1)
             with pytest.raises(RefitdError, match="lower engine") as refused:
                 daemon.load_model()
             assert refused.value.code is ErrorCode.ENGINE_ERROR

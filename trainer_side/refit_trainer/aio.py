@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Self, TypedDict, TypeVar, Unpack
 
@@ -41,9 +43,11 @@ from refit_protocol.messages import (
     WeightsRestored,
     Welcome,
 )
+from refit_protocol.states import EngineState
 from refit_trainer.broadcast_refits import join_group, refit_by_broadcast
 from refit_trainer.connection import Connection, ConnectionOptions
 from refit_trainer.daemon_refit import DaemonRefit
+from refit_trainer.errors import RequestTimedOut
 from refit_trainer.inbox import Mailbox
 from refit_trainer.link import CurveKeys
 from refit_trainer.opening import Opening
@@ -67,6 +71,7 @@ _Fact = TypeVar("_Fact", bound=Fact)
 # Loading a model, waking up and draining before sleep move gigabytes or wait for generations.
 SLOW_SECONDS = 600.0
 _BUCKET_BYTES = 64 << 20
+_LOOK_AGAIN_SECONDS = 0.2
 
 
 class ConnectOptions(TypedDict, total=False):
@@ -132,6 +137,18 @@ class AsyncDaemon:
 
     async def status(self) -> Status:
         return await self._ask(GetStatus(), Status)
+
+    async def wait_until_ready(self, timeout_seconds: float = SLOW_SECONDS) -> Status:
+        """Returns when the engine serves, as it does some time after the daemon has begun to answer.
+
+        Raises `RequestTimedOut`, or what ends a daemon whose load fails.
+        """
+        give_up_at = time.monotonic() + timeout_seconds
+        while (status := await self.status()).state is not EngineState.READY:
+            if time.monotonic() > give_up_at:
+                raise RequestTimedOut(f"the engine is still {status.state.value} after {timeout_seconds:g} s")
+            await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+        return status
 
     async def manifest(self) -> Manifest:
         return await self._ask(GetManifest(), Manifest)

@@ -22,7 +22,7 @@ from refit_protocol.messages import (
     WeightsRestored,
     Welcome,
 )
-from refit_trainer.aio import AsyncDaemon, ConnectOptions, same
+from refit_trainer.aio import SLOW_SECONDS, AsyncDaemon, ConnectOptions, same
 from refit_trainer.errors import ClientClosed, UsedAfterFork
 from refit_trainer.prompts import GenerateOptions, Prompt, deadline_of, generate_command
 from refit_trainer.refits import CommitOptions, RefitOptions
@@ -127,6 +127,10 @@ class Daemon:
 
     def status(self) -> Status:
         return self._thread.call(self._daemon.status())
+
+    def wait_until_ready(self, timeout_seconds: float = SLOW_SECONDS) -> Status:
+        """Returns when the engine serves; see `AsyncDaemon.wait_until_ready`."""
+        return self._thread.call(self._daemon.wait_until_ready(timeout_seconds))
 
     def manifest(self) -> Manifest:
         return self._thread.call(self._daemon.manifest())
