@@ -56,6 +56,8 @@ def configure(level: Level = "info", json: bool | None = None, environment: Mapp
     )
     style = choose_style(json, stderr_is_journal(environment, sys.stderr))
     logging.basicConfig(level=level.upper(), handlers=[_handler(style)], force=True)
+    # Of our own, because what vLLM's HTTP app imports sets the root's to ERROR.
+    logging.getLogger("refitd").setLevel(level.upper())
 
 
 def export(environment: MutableMapping[str, str], vllm_level: str = "WARNING", json: bool | None = None) -> None:

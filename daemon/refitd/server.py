@@ -26,6 +26,7 @@ from refit_protocol.states import SessionEvent
 from refitd.config import ServerConfig
 from refitd.curve import CurveAccess
 from refitd.endpoint import EndpointError
+from refitd.log import bound
 from refitd.peers import ROOT
 from refitd.sessions import Answer, Call, Session, Sessions
 
@@ -244,8 +245,9 @@ class Server:
     async def _serve(self, call: Call, handler: LengthyHandler) -> None:
         started = time.monotonic()
         try:
-            async for answer in handler(call):
-                self._reply(call, answer)
+            with bound(**_log_ids(call)):
+                async for answer in handler(call):
+                    self._reply(call, answer)
             self.on_answered(type(call.body).__name__, time.monotonic() - started)
         except ProtocolError as error:
             self._fail(call, error)
@@ -363,6 +365,12 @@ class Server:
         session = self._sessions.holder(identity)
         if session is not None:
             self._sessions.close(session, SessionEvent.UNREAD)
+
+
+def _log_ids(call: Call) -> dict[str, int]:
+    """What every line logged for a request carries, also by the tasks that it starts."""
+    refit = getattr(call.body, "refit", None)
+    return {"request": call.id} if refit is None else {"request": call.id, "refit": refit}
 
 
 def split_envelope(frames: list[bytes]) -> tuple[bytes, tuple[bytes, ...], list[bytes]]:

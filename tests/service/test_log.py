@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog
+from transformers import PreTrainedModel
 
+from refit_trainer import Daemon
 from refitd import log
+from tests.cases.test_torn import AFTER_THREE_BUCKETS, SMALL_BUCKET_BYTES, failing_after
+from tests.daemon_process import DaemonProcess
+from tests.trainers import specs_of
 
 LINES = """
 import logging, structlog
@@ -121,3 +128,30 @@ def test_bound_ids_end_with_their_block() -> None:
 def fields(line: str, *names: str) -> list[Any]:
     parsed = json.loads(line)
     return [parsed[name] for name in names]
+
+
+def test_lines_name_the_request_and_the_refit(
+    daemon_process: DaemonProcess, daemon: Daemon, model: PreTrainedModel
+) -> None:
+    """A commit's line has the request's id; that of a refit that ends half-way also the refit's own."""
+    report = daemon.refit(model)
+    committed = line_of(daemon, daemon_process, "weights committed", f"version={report.version}")
+    assert re.search(r"\brequest=\d+", committed)
+    with daemon_process.connect(bucket_bytes=SMALL_BUCKET_BYTES) as trainer:
+        trainer.acquire_writer(takeover=True)
+        with pytest.raises(RuntimeError, match="the trainer's own bug"):
+            trainer.refit(failing_after(1, AFTER_THREE_BUCKETS), specs=specs_of())
+    failed = line_of(daemon, daemon_process, "refit failed", "the trainer aborted")
+    assert re.search(r"\brequest=\d+", failed)
+    assert re.search(r"\brefit=\d+", failed)
+
+
+def line_of(daemon: Daemon, process: DaemonProcess, *parts: str) -> str:
+    """The last such line of the daemon's log, which is written a moment after the answer."""
+    give_up_at = time.monotonic() + 10
+    while time.monotonic() < give_up_at:
+        daemon.status()
+        found = [line for line in process.log.read_text().splitlines() if all(part in line for part in parts)]
+        if found:
+            return found[-1]
+    raise AssertionError(f"no line with {parts}")
