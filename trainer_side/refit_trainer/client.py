@@ -65,6 +65,15 @@ class LoopThread:
             running.cancel()
             raise
 
+    def end(self, closing: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Runs what `closing` makes as the last thing; nothing the second time, or in a forked child."""
+        if self.inherited or self.loop.is_closed():
+            return
+        try:
+            self.call(closing())
+        finally:
+            self.stop()
+
     def stop(self) -> None:
         if self.inherited or self.loop.is_closed():
             return
@@ -112,12 +121,7 @@ class Daemon:
 
     def close(self) -> None:
         """Ends the session and its thread; does nothing the second time, or in a forked child."""
-        if self._thread.inherited or self._thread.loop.is_closed():
-            return
-        try:
-            self._thread.call(self._daemon.close())
-        finally:
-            self._thread.stop()
+        self._thread.end(self._daemon.close)
 
     def __enter__(self) -> Self:
         return self

@@ -49,12 +49,7 @@ class Fleet:
 
     def close(self) -> None:
         """Ends all sessions and the thread; does nothing the second time, or in a forked child."""
-        if self._thread.inherited or self._thread.loop.is_closed():
-            return
-        try:
-            self._thread.call(self._fleet.close())
-        finally:
-            self._thread.stop()
+        self._thread.end(self._fleet.close)
 
     def __enter__(self) -> Self:
         return self
