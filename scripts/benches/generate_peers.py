@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 from urllib.error import URLError
@@ -24,7 +25,7 @@ from urllib.request import urlopen
 
 from tests.daemon_process import ONE_THREAD
 
-MODEL_LEN, SEQUENCES = 256, 64
+SEQUENCES = 64
 START_SECONDS = 240.0
 # As the daemon and its engine are started here: all three get the same threads.
 ENVIRONMENT = {
@@ -38,16 +39,28 @@ ENVIRONMENT = {
     **ONE_THREAD,
 }
 
+CUDA_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
+
+
+def engine_options(*, on_gpu: bool) -> dict[str, Any]:
+    """What each of the three engines is started with, by vLLM's names."""
+    options = {"max_model_len": 256, "max_num_seqs": SEQUENCES, "logprobs_mode": "processed_logprobs"}
+    if not on_gpu:
+        return {**options, "enforce_eager": True}
+    # A fixed cache: engines that start at the same time would misread each other's memory as their own.
+    memory = {"gpu_memory_utilization": 0.08, "kv_cache_memory_bytes": 1 << 30}
+    return {**options, **memory, "enforce_eager": False, "compilation_config": CUDA_GRAPHS}
+
 
 def prompt_of(stream: int) -> list[int]:
     return [5 + stream, 60, 7, 400, 9, 33, 21, 250]
 
 
 @contextmanager
-def in_process_peer(model: Path) -> Iterator[InProcessPeer]:
-    with _child(
-        ["-m", "scripts.benches.generate_peers", str(model)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as child:
+def in_process_peer(model: Path, options: Mapping[str, Any]) -> Iterator[InProcessPeer]:
+    """Still loading; the first round waits for it."""
+    arguments = ["-m", "scripts.benches.generate_peers", str(model), json.dumps(options)]
+    with _child(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdin is not None
         assert child.stdout is not None
         yield InProcessPeer(child.stdin, child.stdout)
@@ -67,31 +80,44 @@ class InProcessPeer:
 
 
 @contextmanager
-def http_peer(model: Path) -> Iterator[str]:
-    """The URL of vLLM's own server."""
+def http_peer(model: Path, options: Mapping[str, Any]) -> Iterator[HttpPeer]:
+    """vLLM's own server, still loading."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = {"model": model, "port": port, "host": "127.0.0.1", "max-model-len": MODEL_LEN, "max-num-seqs": SEQUENCES}
-    flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    more = ["--enforce-eager", "--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"]
+    flags = _flags({**options, "model": str(model), "host": "127.0.0.1", "port": port})
+    more = ["--disable-uvicorn-access-log"]
     with _child(["-m", "vllm.entrypoints.openai.api_server", *flags, *more], stdout=subprocess.DEVNULL) as child:
-        url = f"http://127.0.0.1:{port}"
-        _wait_healthy(url, child)
-        yield url
+        yield HttpPeer(f"http://127.0.0.1:{port}", child)
 
 
-def _wait_healthy(url: str, child: subprocess.Popen[bytes]) -> None:
-    give_up_at = time.monotonic() + START_SECONDS
-    while time.monotonic() < give_up_at:
-        if child.poll() is not None:
-            raise RuntimeError(f"vLLM's server ended with exit code {child.returncode}")
-        try:
-            with urlopen(f"{url}/health", timeout=5):
-                return
-        except (URLError, OSError):
-            time.sleep(0.5)
-    raise RuntimeError("vLLM's server did not become healthy")
+@dataclass(frozen=True)
+class HttpPeer:
+    url: str
+    process: subprocess.Popen[bytes]
+
+    def wait_healthy(self) -> None:
+        give_up_at = time.monotonic() + START_SECONDS
+        while time.monotonic() < give_up_at:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"vLLM's server ended with exit code {self.process.returncode}")
+            try:
+                with urlopen(f"{self.url}/health", timeout=5):
+                    return
+            except (URLError, OSError):
+                time.sleep(0.5)
+        raise RuntimeError("vLLM's server did not become healthy")
+
+
+def _flags(options: Mapping[str, Any]) -> list[str]:
+    flags: list[str] = []
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            flags.append(flag)
+        elif value is not False:
+            flags += [flag, value if isinstance(value, str) else json.dumps(value)]
+    return flags
 
 
 @contextmanager
@@ -120,18 +146,11 @@ def _own_answers() -> IO[str]:
     return answers
 
 
-async def _serve(model: str, answers: IO[str]) -> None:
+async def _serve(model: str, options: dict[str, Any], answers: IO[str]) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    arguments = AsyncEngineArgs(
-        model=model,
-        max_model_len=MODEL_LEN,
-        max_num_seqs=SEQUENCES,
-        enforce_eager=True,
-        logprobs_mode="processed_logprobs",
-    )
-    llm = AsyncLLM.from_engine_args(arguments)
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **options))
     try:
         while order := await asyncio.to_thread(sys.stdin.readline):
             streams, tokens = json.loads(order)
@@ -172,4 +191,4 @@ async def _round(llm: Any, streams: int, tokens: int) -> dict[str, float]:
 if __name__ == "__main__":
     import uvloop
 
-    uvloop.run(_serve(sys.argv[1], _own_answers()))
+    uvloop.run(_serve(sys.argv[1], json.loads(sys.argv[2]), _own_answers()))
