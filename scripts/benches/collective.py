@@ -5,12 +5,12 @@ On CPUs over gloo and the loopback; where there are two GPUs, over NCCL from one
 
 from __future__ import annotations
 
-import multiprocessing
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from scripts.benches.figures import Figure, at_least
-from scripts.benches.gpu import ENGINE, QWEN3_8B
+from scripts.benches.gpu import QWEN3_8B
 from scripts.benches.refit import ONE_GIGABYTE, interleaved, unwritten_model
 from tests.daemon_process import running_daemon
+from tests.gpu.peers import peer
 from transformers import Qwen3Config
 
-GO = 1
-STOP = 0
+# Of any one wait: nothing measured here takes a tenth of it.
+WAIT_SECONDS = 40.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """`trainer` and `receiver` are the devices of the trainer's weights and of the plain broadcast's other end."""
+    """`trainer` and `receiver` are the devices of the weights and of the plain broadcast's two ends."""
 
     backend: str
     shape: dict[str, Any]
@@ -38,8 +39,10 @@ class Case:
     receiver: str
 
 
-CPU = Case("gloo", ONE_GIGABYTE, ("engine.load_format=dummy", "engine.tokenizer=false"), "cpu", "cpu")
-GPU = Case("nccl", QWEN3_8B, ENGINE, "cuda:1", "cuda:0")
+ENGINE = ("engine.load_format=dummy", "engine.tokenizer=false")
+GPU_ENGINE = (*ENGINE, "engine.dtype=bfloat16", "engine.max_model_len=2048", "engine.gpu_memory_utilization=0.3")
+CPU = Case("gloo", ONE_GIGABYTE, ENGINE, "cpu", "cpu")
+GPU = Case("nccl", QWEN3_8B, GPU_ENGINE, "cuda:1", "cuda:0")
 
 
 def measure() -> Iterator[Figure]:
@@ -67,61 +70,63 @@ def _compare(case: Case) -> tuple[dict[str, float], int]:
         directory = Path(name)
         config = Qwen3Config(**{"architectures": ["Qwen3ForCausalLM"], **case.shape})
         config.save_pretrained(directory / "model")
-        model = unwritten_model(config).to(case.trainer)
-        flat = torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
+        if case.trainer != "cpu":
+            torch.cuda.set_device(case.trainer)
+        model = unwritten_model(config, case.trainer)
+        total_bytes = sum(parameter.nbytes for parameter in model.parameters())
         with (
             running_daemon(directory / "model", directory / "run", *case.engine) as process,
             process.connect() as daemon,
-            daemon.collective(device=case.trainer) as group,
-            _plain_broadcast(case, flat) as broadcast,
+            daemon.collective(device=case.trainer, timeout_seconds=WAIT_SECONDS) as group,
+            _plain_broadcast(case, total_bytes) as broadcast,
         ):
             ways: dict[str, Callable[[], object]] = {
                 "broadcast": broadcast,
                 "collective": lambda: group.refit(model),
                 "unattested": lambda: group.refit(model, attest="off"),
             }
-            return interleaved(ways), flat.nbytes
+            return interleaved(ways), total_bytes
 
 
 @contextmanager
-def _plain_broadcast(case: Case, flat: torch.Tensor) -> Iterator[Callable[[], None]]:
-    """One broadcast to a process of its own, from the call until that process has all of it."""
+def _plain_broadcast(case: Case, size_bytes: int) -> Iterator[Callable[[], None]]:
+    """One broadcast between two processes, from the call until the receiver has all of it.
+
+    Both are processes of their own, killed at the end: no group has to be taken down in step.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    spawning = multiprocessing.get_context("spawn")
-    orders, heard = spawning.Pipe()
-    receiver = spawning.Process(target=_receive, args=(case, port, flat.nbytes, heard), daemon=True)
-    receiver.start()
-    dist.init_process_group(case.backend, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2)
-    done = torch.zeros(1, device=case.trainer)
+    with (
+        peer(_broadcasts, case.backend, case.trainer, 0, port, size_bytes) as sender,
+        peer(_broadcasts, case.backend, case.receiver, 1, port, size_bytes) as receiver,
+    ):
+        for end in (sender, receiver):
+            end.answer(WAIT_SECONDS)
 
-    def broadcast() -> None:
-        # Not by a broadcast: NCCL's would wait on the engine's own device, in a kernel that never rests.
-        orders.send(GO)
-        dist.broadcast(flat.view(torch.uint8), 0)
-        dist.broadcast(done, 1)
-        _synchronise(case.trainer)
+        def broadcast() -> None:
+            for end in (sender, receiver):
+                end.tell("go")
+            for end in (receiver, sender):
+                end.answer(WAIT_SECONDS)
 
-    try:
-        yield broadcast
-    finally:
-        orders.send(STOP)
-        receiver.join()
-        dist.destroy_process_group()
+        try:
+            yield broadcast
+        finally:
+            sender.kill()
+            receiver.kill()
 
 
-def _receive(case: Case, port: int, size_bytes: int, orders: Connection) -> None:
-    if case.receiver != "cpu":
-        torch.cuda.set_device(case.receiver)
-    dist.init_process_group(case.backend, init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2)
-    target = torch.empty(size_bytes, dtype=torch.uint8, device=case.receiver)
-    done = torch.zeros(1, device=case.receiver)
-    while orders.recv() != STOP:
-        dist.broadcast(target, 0)
-        dist.broadcast(done, 1)
-    dist.destroy_process_group()
-
-
-def _synchronise(device: str) -> None:
+def _broadcasts(orders: Connection, backend: str, device: str, rank: int, port: int, size_bytes: int) -> None:
+    """One end, which waits for each order on the host: NCCL's kernels never rest, and the engine's device is shared."""
     if device != "cpu":
-        torch.cuda.synchronize(device)
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=WAIT_SECONDS)
+    dist.init_process_group(backend, timeout=timeout, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    data = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+    orders.send("ready")
+    while True:
+        orders.recv()
+        dist.broadcast(data, 0)
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+        orders.send("done")

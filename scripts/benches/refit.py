@@ -100,11 +100,11 @@ def _usage(process: DaemonProcess) -> tuple[int, int]:
     return sum(p.memory_info().rss for p in processes), sum(p.num_fds() for p in processes)
 
 
-def unwritten_model(config: Qwen3Config) -> PreTrainedModel:
+def unwritten_model(config: Qwen3Config, device: str = "cpu") -> PreTrainedModel:
     """Skips transformers' initialisation, which takes longer than everything measured here."""
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config).to(torch.bfloat16)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.01)

@@ -10,14 +10,19 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
+from refitd.parent_death import PARENT_VARIABLE, ProcessIdentity, install_from_environment
+
 
 class Peer:
     """Runs `main(connection, *arguments)` in a fresh process; `ask` sends it an object and returns its answer."""
 
     def __init__(self, main: Callable[..., None], *arguments: Any, environment: dict[str, str] | None = None) -> None:
         context = multiprocessing.get_context("spawn")
+        parent = ProcessIdentity.of(os.getpid())
         self._connection, theirs = context.Pipe()
-        self.process = context.Process(target=_run, args=(main, theirs, environment or {}, arguments), daemon=True)
+        self.process = context.Process(
+            target=_run, args=(main, theirs, environment or {}, parent, arguments), daemon=True
+        )
         self.process.start()
         theirs.close()
 
@@ -26,8 +31,12 @@ class Peer:
         assert self.process.pid is not None
         return self.process.pid
 
+    def tell(self, order: Any) -> None:
+        """Its answer is to be fetched later."""
+        self._connection.send(order)
+
     def ask(self, question: Any, timeout_seconds: float = 120.0) -> Any:
-        self._connection.send(question)
+        self.tell(question)
         return self.answer(timeout_seconds)
 
     def answer(self, timeout_seconds: float = 120.0) -> Any:
@@ -59,9 +68,15 @@ def peer(main: Callable[..., None], *arguments: Any, environment: dict[str, str]
 
 
 def _run(
-    main: Callable[..., None], connection: Connection, environment: dict[str, str], arguments: tuple[Any, ...]
+    main: Callable[..., None],
+    connection: Connection,
+    environment: dict[str, str],
+    parent: ProcessIdentity,
+    arguments: tuple[Any, ...],
 ) -> None:
     os.environ.update(environment)
+    # A parent that is killed ends nobody, and a process that waits for NCCL would hold its device for ever.
+    install_from_environment({PARENT_VARIABLE: str(parent)})
     try:
         main(connection, *arguments)
     except EOFError:
