@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import structlog
 
+from refit_protocol.awake import awake
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import ManifestTensor, ModelInfo, Sampling
 from refitd.config import Config, ConfigError, LoraConfig
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
     from refitd.compat import StampedLLM
 
+# For an answer over a line: longer than a GPU takes to copy what it can hold. A CPU needs its cores for the copy.
+AWAKE_SECONDS = 0.025
 WORKER_EXTENSION = "refitd.worker.extension.RefitWorkerExtension"
 
 log = structlog.get_logger()
@@ -129,6 +132,7 @@ class Engine:
         self._llm: StampedLLM | None = None
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-load")
         self._lines: Lines | None = None
+        self._awake_seconds = 0.0
         self._direct_calls: set[asyncio.Future[list[dict[str, Any]]]] = set()
         self._calls = 0
         self._still_after: int | None = None
@@ -155,6 +159,8 @@ class Engine:
             self.info = await self._describe(time.monotonic() - started)
             if not self.llm.has_replicas:
                 await self._open_lines(len(self.info.devices))
+            if "cpu" not in self.info.devices:
+                self._awake_seconds = AWAKE_SECONDS
         except ConfigError:
             raise
         # vLLM raises whatever its configuration, loaders and child processes raise; the operator needs the reason.
@@ -207,7 +213,8 @@ class Engine:
 
     async def _heard(self, answers: asyncio.Future[list[dict[str, Any]]]) -> list[dict[str, Any]]:
         try:
-            return await answers
+            with awake(self._awake_seconds):
+                return await answers
         except LineClosedError as error:
             raise ProtocolError(ErrorCode.ENGINE_DEAD, str(error)) from None
 

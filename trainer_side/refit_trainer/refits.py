@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypedDict
 
+from refit_protocol.awake import awake
 from refit_protocol.messages import (
     AttestMode,
     CommitRefit,
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from refit_trainer.sharing import SharedModule
 
 _DEADLINE_SECONDS = 300.0
+# Longer than a GPU takes to copy what it can hold. A CPU needs its cores for the copy.
+_AWAKE_SECONDS = {"cuda": 0.025}
 
 
 class CommitOptions(TypedDict, total=False):
@@ -59,7 +62,8 @@ async def refit_in_place(
     async with role.writing(timeout_seconds) as epoch:
         source = await role.source_of(shared.memory, "inplace", shared.tensors, timeout_seconds=timeout_seconds)
         command = CommitRefit(epoch=epoch, source=source, only=only, **options)
-        return (await connection.request(command, RefitCommitted, timeout_seconds=timeout_seconds)).report
+        with awake(_AWAKE_SECONDS.get(shared.device.type, 0.0)):
+            return (await connection.request(command, RefitCommitted, timeout_seconds=timeout_seconds)).report
 
 
 async def reload(connection: Connection, role: WriterRole, path: str | None, options: CommitOptions) -> RefitReport:
