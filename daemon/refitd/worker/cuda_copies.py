@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from refitd.worker.copies import Copy, view_of
-from refitd.worker.cuda_kernels import COPY_THREADS, compile_kernels, launch
+from refitd.worker.cuda_kernels import COPY_THREADS, compile_kernels, prepared
 from refitd.worker.runs import Runs, runs_of
 
 CHUNK_BYTES = 64 << 10
@@ -38,6 +38,7 @@ class DeviceCopies:
         self._count = len(table)
         self._table = torch.from_numpy(table.view(np.int64)).to(copies[0].target.device)
         self._device = copies[0].target.device
+        self._launch = prepared("copy_chunks", self._count, COPY_THREADS, self._table)
         self._arrived = torch.cuda.Event()
 
     def run(self) -> None:
@@ -51,7 +52,7 @@ class DeviceCopies:
         """Work that was enqueued before on this stream goes first."""
         with torch.cuda.device(self._device), torch.no_grad():
             if self._count:
-                launch("copy_chunks", self._count, COPY_THREADS, self._table)
+                self._launch()
             for target, source in self._others:
                 target.copy_(source, non_blocking=True)
             self._arrived.record()

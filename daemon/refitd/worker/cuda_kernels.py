@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
 
@@ -15,8 +16,18 @@ COPY_THREADS = 512
 
 def launch(name: str, blocks: int, threads: int, *arguments: torch.Tensor | int) -> None:
     """Enqueues a kernel; tensors are passed by address and must be on the current device, numbers as 32 bits."""
-    with _stream(torch.cuda.current_stream().cuda_stream):
-        _kernel(name)((blocks,), (threads,), tuple(_passed(argument) for argument in arguments))
+    prepared(name, blocks, threads, *arguments)()
+
+
+def prepared(name: str, blocks: int, threads: int, *arguments: torch.Tensor | int) -> Callable[[], None]:
+    """A launch for many times: everything but the stream is settled now. The caller keeps the tensors."""
+    kernel, passed = _kernel(name), tuple(_passed(argument) for argument in arguments)
+
+    def enqueue() -> None:
+        with _stream(torch.cuda.current_stream().cuda_stream):
+            kernel((blocks,), (threads,), passed)
+
+    return enqueue
 
 
 def multiprocessors(device: torch.device) -> int:
