@@ -21,6 +21,8 @@ struct Run {
 };
 
 static const int LANES = 4096;
+// Of shared memory for what is on its way, in each block of threads.
+#define FETCHED_BYTES (32 << 10)
 static const u64 GOLDEN = 0x9E3779B97F4A7C15ull;
 
 // Weights are read once and written once: nothing of them is worth a place in the caches.
@@ -30,6 +32,30 @@ __device__ __forceinline__ uint4 load_once(const uint4* from) {
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                  : "l"(from));
     return value;
+}
+
+// Copies 16 bytes into shared memory in the background, where the device can.
+__device__ __forceinline__ void fetch_once(uint4* to, const uint4* from) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from)
+                 : "memory");
+#else
+    *to = load_once(from);
+#endif
+}
+
+__device__ __forceinline__ void end_group() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Until no more than the last GROUPS groups of fetches are under way.
+template <int GROUPS>
+__device__ __forceinline__ void await_groups() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+#endif
 }
 
 __device__ __forceinline__ void store_once(uint4* to, uint4 value) {
@@ -127,27 +153,57 @@ __device__ __forceinline__ u64 weigh<i64>(const Vector<i64>* held, const Lanes<i
     return sum;
 }
 
+// A block at a time on its way from memory into shared memory, STAGES of them: so many bytes could not be under way in
+// registers. A thread reads only what it fetched itself, so nobody has to wait for the others.
+template <typename Bits>
+struct Fetches {
+    static const int VECTORS = Lanes<Bits>::VECTORS;
+    static const int STAGES = FETCHED_BYTES / (VECTORS * 256 * 16);
+    static const u32 BLOCK_VECTORS = LANES / Lanes<Bits>::PER_VECTOR;
+    const uint4* data;
+    uint4 (*ring)[VECTORS][256];
+
+    __device__ __forceinline__ void begin(u32 block, u32 blocks) const {
+        if (block < blocks) {
+#pragma unroll
+            for (int v = 0; v < VECTORS; v++)
+                fetch_once(&ring[block % STAGES][v][threadIdx.x], data + block * BLOCK_VECTORS + v * 256);
+        }
+        end_group();
+    }
+
+    // Once the fetches that were begun STAGES - 1 blocks ago have arrived.
+    __device__ __forceinline__ void take(u32 block, Vector<Bits>* held) const {
+        await_groups<STAGES - 1>();
+#pragma unroll
+        for (int v = 0; v < VECTORS; v++) held[v].raw = ring[block % STAGES][v][threadIdx.x];
+    }
+};
+
 template <typename Bits>
 __device__ __forceinline__ u64 sum_aligned(const Run& run, u32 blocks, const Lanes<Bits>& lanes, bool& differs) {
-    typedef Lanes<Bits> L;
-    const uint4* data = (const uint4*)run.address + threadIdx.x;
+    typedef Fetches<Bits> F;
+    __shared__ uint4 ring[F::STAGES][F::VECTORS][256];
+    const F fetches = {(const uint4*)run.address + threadIdx.x, ring};
     const uint4* other = (const uint4*)run.other + threadIdx.x;
-    const u32 vectors_per_block = LANES / L::PER_VECTOR;
-    u64 sum = 0;
-#pragma unroll 2
+    const u32 lane_of_warp = threadIdx.x % 32;
+    u64 sum = 0, weight = 0;
+    for (u32 block = 0; block < F::STAGES - 1; block++) fetches.begin(block, blocks);
     for (u32 block = 0; block < blocks; block++) {
-        Vector<Bits> held[L::VECTORS];
-#pragma unroll
-        for (int v = 0; v < L::VECTORS; v++) held[v].raw = load_once(data + block * vectors_per_block + v * 256);
+        fetches.begin(block + F::STAGES - 1, blocks);
+        // Each thread of a warp works out the weight of one of the next 32 blocks.
+        if (block % 32 == 0) weight = block_weight(run.first / LANES + block + lane_of_warp, run.salt);
+        Vector<Bits> held[F::VECTORS];
+        fetches.take(block, held);
         if (run.other) {
 #pragma unroll
-            for (int v = 0; v < L::VECTORS; v++) {
-                const uint4 same = load_once(other + block * vectors_per_block + v * 256);
+            for (int v = 0; v < F::VECTORS; v++) {
+                const uint4 same = load_once(other + block * F::BLOCK_VECTORS + v * 256);
                 differs |= same.x != held[v].raw.x || same.y != held[v].raw.y || same.z != held[v].raw.z ||
                            same.w != held[v].raw.w;
             }
         }
-        sum += weigh<Bits>(held, lanes) * block_weight(run.first / LANES + block, run.salt);
+        sum += weigh<Bits>(held, lanes) * __shfl_sync(0xffffffffu, weight, block % 32);
     }
     return sum;
 }
