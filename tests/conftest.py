@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,9 @@ from tests.tiny_tokenizer import EOS_TOKEN_IDS, build_tokenizer
 from tests.worker.models import build_model, random_model
 
 PROMPT = [5, 60, 7, 400, 9]
+# A shell that runs the tests in the background ignores SIGINT for them, and so for all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 

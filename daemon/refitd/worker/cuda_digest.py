@@ -16,7 +16,7 @@ from refitd.worker.cuda_kernels import THREADS, launch, multiprocessors
 from refitd.worker.plan import Route
 from refitd.worker.runs import runs_of
 
-PIECE_ELEMENTS = 16 * LANES
+PIECE_ELEMENTS = 64 * LANES
 BLOCKS_PER_MULTIPROCESSOR = 3
 _ROW = np.dtype(
     [("address", "u8"), ("other", "u8"), ("first", "u8"), ("salt", "u8"), ("elements", "u4"), ("group", "u4")]
