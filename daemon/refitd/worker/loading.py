@@ -10,6 +10,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from refitd.worker.cpu_patches import has_packed_experts
+from refitd.worker.lora_layers import unwrapped
 
 # By exact name: a subclass may do anything to the weights.
 _PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
@@ -20,7 +21,7 @@ def reload(model_runner: Any, vllm_config: VllmConfig, tensors: Iterable[tuple[s
 
     A module whose tensors are only partly given is left broken, so give all tensors of a module.
     """
-    with set_current_vllm_config(vllm_config), torch.no_grad():
+    with set_current_vllm_config(vllm_config), torch.no_grad(), unwrapped(model_runner.get_model()):
         model_runner.reload_weights(weights_iterator=iter(tensors), is_checkpoint_format=True)
 
 

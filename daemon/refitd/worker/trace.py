@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from refitd.worker.boxes import Box, Transfer
+from refitd.worker.lora_layers import unwrapped
 
 _aten = torch.ops.aten
 _FILLS = {_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default}
@@ -43,7 +44,7 @@ def trace_loader(model: torch.nn.Module, tensors: Iterable[tuple[str, tuple[int,
     """Runs `model.load_weights` on (name, shape, dtype) without writing a byte; `failure` tells why it gave up."""
     recorder = _LoadRecorder(dict(model.named_parameters()))
     try:
-        with torch.no_grad(), recorder:
+        with torch.no_grad(), unwrapped(model), recorder:
             model.load_weights(recorder.announce(tensors))  # type: ignore[operator]
     except Exception as error:  # noqa: BLE001 - any model's loader, and whatever it raises only means "no plan"
         recorder.trace.failure = f"{type(error).__name__} at {recorder.current}: {error}"

@@ -79,7 +79,8 @@ class EngineWeights:
     def after_write(self) -> None:
         """Renews what the engine derives from its parameters."""
         renew_shadows(self.model)
-        if self._vllm_config.lora_config is not None:
+        # vLLM 0.26 keeps no state of adapters that follows from the base weights, and has nothing to reset.
+        if self._vllm_config.lora_config is not None and hasattr(self._model_runner, "reset_lora_state"):
             self._model_runner.reset_lora_state()
 
     def demote(self, modules: Mapping[str, str]) -> None:
