@@ -15,6 +15,8 @@ import msgspec
 from refit_protocol.tensors import ITEM_BYTES, BucketPiece, TensorShape, aligned
 
 ALIGNMENT_BYTES = 64
+# Of a full broadcast: copying less into one than this costs less than a broadcast more.
+ALONE_PARTS = 16
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,8 @@ class Broadcast:
 class BroadcastLayout:
     """The tensors in their order, in broadcasts of at most `bucket_bytes`, which is a multiple of 64.
 
-    A tensor of an eighth of that or more has broadcasts of its own, so that it can be sent from where it lies: all but
-    the last of them full. Others are put together, each at the next multiple of 64; one that does not fit any more
+    A tensor of a sixteenth of that or more has broadcasts of its own, so that it can be sent from where it lies: all
+    but the last of them full. Others are put together, each at the next multiple of 64; one that does not fit any more
     begins the next broadcast. Tensors without elements are in none.
     """
 
@@ -57,7 +59,7 @@ class BroadcastLayout:
         used_bytes = 0
         for tensor in self.tensors:
             begin = aligned(used_bytes, ALIGNMENT_BYTES)
-            stands_alone = 8 * tensor.size_bytes >= self.bucket_bytes
+            stands_alone = ALONE_PARTS * tensor.size_bytes >= self.bucket_bytes
             if pieces and (stands_alone or begin + tensor.size_bytes > self.bucket_bytes):
                 yield Broadcast(tuple(pieces), used_bytes)
                 pieces, used_bytes, begin = [], 0, 0

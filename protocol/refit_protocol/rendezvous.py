@@ -19,7 +19,8 @@ from refit_protocol.errors import ErrorCode, ProtocolError
 
 GroupBackend = Literal["gloo", "nccl"]
 
-RENDEZVOUS_VERSION = 1
+# It stands for the layout of the broadcasts too.
+RENDEZVOUS_VERSION = 2
 # The host of the store is the one that broadcasts.
 SOURCE_RANK = 0
 # What the source broadcasts once, to show that the group works.

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refit_protocol.broadcast import ALIGNMENT_BYTES, BroadcastLayout
+from refit_protocol.broadcast import ALIGNMENT_BYTES, ALONE_PARTS, BroadcastLayout
 from refit_protocol.tensors import DType, TensorShape, aligned, check_pieces
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -49,7 +49,7 @@ def test_large_tensors_stand_alone_in_full_broadcasts_and_small_ones_whole_and_a
     for broadcast in layout.broadcasts:
         for piece in broadcast.pieces:
             tensor = announced[piece.name]
-            if 8 * tensor.size_bytes >= bucket_bytes:
+            if ALONE_PARTS * tensor.size_bytes >= bucket_bytes:
                 assert len(broadcast.pieces) == 1
                 is_last = piece.first + piece.count == tensor.elements
                 assert is_last or broadcast.size_bytes == bucket_bytes
@@ -63,7 +63,7 @@ def test_no_room_is_left_where_a_small_tensor_would_fit(tensors: tuple[TensorSha
     """Gaps between tensors are shorter than the alignment, and a new broadcast begins only where it must."""
     layout = BroadcastLayout(tensors, bucket_bytes)
     announced = {tensor.name: tensor for tensor in tensors}
-    small = [b for b in layout.broadcasts if 8 * announced[b.pieces[0].name].size_bytes < bucket_bytes]
+    small = [b for b in layout.broadcasts if ALONE_PARTS * announced[b.pieces[0].name].size_bytes < bucket_bytes]
     for broadcast in small:
         for piece, following in pairwise(broadcast.pieces):
             gap = following.offset_bytes - piece.offset_bytes - announced[piece.name].size_bytes

@@ -124,7 +124,7 @@ def test_a_store_of_somebody_else_is_recognised(store: DictStore) -> None:
     [
         (b"{}", "cannot be read"),
         (b"\x80\x04", "cannot be read"),
-        (b'{"version":2,"world_size":2,"backend":"gloo","bucket_bytes":64}', "version 2"),
+        (b'{"version":9,"world_size":2,"backend":"gloo","bucket_bytes":64}', "version 9"),
         (b'{"world_size":2,"backend":"gloo","bucket_bytes":100}', "not a multiple"),
         (b'{"world_size":2,"backend":"mpi","bucket_bytes":64}', "cannot be read"),
     ],

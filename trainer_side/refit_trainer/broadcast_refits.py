@@ -31,7 +31,8 @@ from refit_trainer.writer import WriterRole
 
 # The daemon gives hanging workers a few seconds more than they have themselves.
 _JOIN_GRACE_SECONDS = 15.0
-_PAUSE_SECONDS = 0.002
+# They have everything: that the sender is told so too is a matter of threads taking turns.
+_LAST_PAUSE_SECONDS = 0.0002
 _REASON_SECONDS = 5.0
 # The workers have been told by the broken group; a daemon that is gone answers nothing.
 _ABORT_SECONDS = 5.0
@@ -66,12 +67,14 @@ class BroadcastRefit:
             )
         )
 
-    async def pause(self) -> None:
-        """A moment of waiting for the group; raises what the daemon has refused meanwhile."""
+    async def pause(self, seconds: float) -> None:
+        """At most so long, less once the workers have everything; raises what the daemon has refused meanwhile."""
         assert self._receiving is not None, "begin() comes first"
         if self._receiving.done():
             self._receiving.result()
-        await asyncio.sleep(_PAUSE_SECONDS)
+            await asyncio.sleep(_LAST_PAUSE_SECONDS)
+        else:
+            await asyncio.wait({self._receiving}, timeout=seconds)
 
     async def finish(self) -> RefitReport:
         assert self._receiving is not None, "begin() comes first"

@@ -69,14 +69,14 @@ class Broadcaster:
         tensors, layout = self.group.laid_out(weights, specs)
         packed = self.group.packed(tensors, layout)
         # The first piece is packed before the gate closes: generation waits less, and most mistakes show up by then.
-        packed = chain([view for view in [next(packed, None)] if view is not None], packed)
+        packed = chain([first for first in [next(packed, None)] if first is not None], packed)
         epoch = yield self._role.enter(timeout_seconds)
         refit = BroadcastRefit(self._connection, epoch, self._source, timeout_seconds)
         try:
             yield refit.begin(layout.tensors, options, partial=only is not None)
             with closing(self.group.sending(packed, layout)) as sending:
                 for _ in sending:
-                    yield refit.pause()
+                    yield refit.pause(self.group.turn_seconds)
             report: RefitReport = yield refit.finish()
         except BaseException as error:
             if refit.is_under_way:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import cycle
 from math import prod
 
 import numpy as np
@@ -87,26 +88,39 @@ def pack(
     yield filled
 
 
+@dataclass(frozen=True)
+class PackedBroadcast:
+    """The bytes of one broadcast. `in_buffer`: packed into a buffer, else where the trainer has them."""
+
+    view: torch.Tensor
+    in_buffer: bool
+
+
 def pack_broadcasts(
     tensors: Iterator[tuple[str, torch.Tensor]], layout: BroadcastLayout, buffers: Sequence[torch.Tensor]
-) -> Iterator[torch.Tensor]:
+) -> Iterator[PackedBroadcast]:
     """Yields the bytes of each broadcast: packed into one of the `buffers` in turn when it is asked for, or the very
     memory of a tensor that has it alone. Raises `LayoutMismatch` unless the layout's tensors come, all in its order.
     """
     expected = iter(layout.tensors)
+    turns = cycle(buffers)
+    buffer = next(turns)
     name, tensor = "", torch.empty(0)
-    for number, broadcast in enumerate(layout.broadcasts):
-        buffer = buffers[number % len(buffers)]
+    for broadcast in layout.broadcasts:
+        in_buffer = True
         for piece in broadcast.pieces:
             while name != piece.name:
                 name, tensor = _next_in_order(tensors, next(expected))
             if len(broadcast.pieces) == 1 and tensor.is_contiguous() and tensor.device == buffer.device:
                 view = tensor.view(-1)[piece.first : piece.first + piece.count].view(torch.uint8)
+                in_buffer = False
                 break
             view = buffer[: broadcast.size_bytes]
             target = view[piece.offset_bytes : piece.offset_bytes + piece.count * tensor.element_size()]
             copy_range(tensor, piece.first, target.view(tensor.dtype))
-        yield view
+        yield PackedBroadcast(view, in_buffer)
+        if in_buffer:
+            buffer = next(turns)
     for shape in expected:
         _next_in_order(tensors, shape)
     if (extra := next(tensors, None)) is not None:

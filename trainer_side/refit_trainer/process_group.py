@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Self
@@ -31,7 +31,7 @@ from refit_protocol.rendezvous import (
 from refit_protocol.tensors import TensorShape
 from refit_trainer.errors import ClientClosed, LayoutMismatch, NotShareable, RefitdError
 from refit_trainer.layouts import NamedTensor, layout_of
-from refit_trainer.packing import pack_broadcasts
+from refit_trainer.packing import PackedBroadcast, pack_broadcasts
 from refit_trainer.staging import Weights
 
 # Large enough to hide what a piece costs, small enough for an engine to have room for two.
@@ -40,10 +40,11 @@ TIMEOUT_SECONDS = 60.0
 
 _BUFFERS = 2
 _CLOSE_SECONDS = 2.0
-_PAUSE_SECONDS = 0.0002
-# A piece over NVLink takes less than a change of threads: so long nobody else is given a turn.
-_BRIEF_SECONDS = 0.001
+# A piece over NVLink takes less than a change of threads: so long nobody else is given a turn. Over gloo it takes long,
+# and whoever looks often takes from the cores that carry it.
+_BRIEF_SECONDS: dict[GroupBackend, float] = {"gloo": 0.0, "nccl": 0.001}
 _BRIEF_PAUSE_SECONDS = 0.00005
+_TURN_SECONDS: dict[GroupBackend, float] = {"gloo": 0.008, "nccl": 0.002}
 # NCCL's own watchdog would end the trainer's process; every wait here is bounded without it.
 _NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 _NEVER = timedelta(days=1)
@@ -185,8 +186,7 @@ class BroadcastGroup:
             made = _nccl(prefixed, rank, terms.world_size)
         group = cls(made, store, rendezvous, terms, timeout_seconds)
         greeting = torch.tensor(list(GREETING), dtype=torch.uint8, device=device)
-        for _ in group._ended(group._post(greeting)):
-            time.sleep(_PAUSE_SECONDS)
+        group._wait(group._ended(group._post(greeting)))
         group._buffers = [torch.empty(terms.bucket_bytes, dtype=torch.uint8, device=device) for _ in range(_BUFFERS)]
         return group
 
@@ -196,8 +196,7 @@ class BroadcastGroup:
         For trainers that leave the rest to others, such as `GenerationWorker.update_weights_from_collective_async`.
         """
         tensors, layout = self.laid_out(weights, specs)
-        for _ in self.sending(self.packed(tensors, layout), layout):
-            time.sleep(_PAUSE_SECONDS)
+        self._wait(self.sending(self.packed(tensors, layout), layout))
 
     def attend(self, specs: Sequence[TensorShape]) -> None:
         """Any other trainer rank: takes part in a broadcast of these tensors, whose bytes it does not need."""
@@ -205,9 +204,7 @@ class BroadcastGroup:
         with self._breaking(), _typed():
             self._rendezvous.say_ready(layout.fingerprint)
             for broadcast in layout.broadcasts:
-                work = self._post(self._buffers[0][: broadcast.size_bytes])
-                for _ in self._ended(work):
-                    time.sleep(_PAUSE_SECONDS)
+                self._wait(self._ended(self._post(self._buffers[0][: broadcast.size_bytes])))
 
     def laid_out(
         self, weights: Weights, specs: Sequence[TensorShape] | None
@@ -222,13 +219,18 @@ class BroadcastGroup:
             )
         return iter(weights), BroadcastLayout(tuple(specs), self.terms.bucket_bytes)
 
-    def packed(self, tensors: Iterator[NamedTensor], layout: BroadcastLayout) -> Iterator[torch.Tensor]:
+    @property
+    def turn_seconds(self) -> float:
+        """How long whoever walks `sending` may rest when it yields."""
+        return _TURN_SECONDS[self.terms.backend]
+
+    def packed(self, tensors: Iterator[NamedTensor], layout: BroadcastLayout) -> Iterator[PackedBroadcast]:
         """What `sending` sends, packed on the calling thread and its stream."""
         self._check_open()
         return pack_broadcasts(tensors, layout, self._buffers)
 
-    def sending(self, packed: Iterator[torch.Tensor], layout: BroadcastLayout) -> Generator[None]:
-        """Broadcasts what is packed while the next piece is; yields whenever there is nothing to do but wait.
+    def sending(self, packed: Iterator[PackedBroadcast], layout: BroadcastLayout) -> Generator[None]:
+        """Broadcasts what is packed while the next pieces are; yields whenever there is nothing to do but wait.
 
         Raises `RefitdError` with `collective_failed`. Leaving it early, or any error, breaks the group.
         """
@@ -236,12 +238,12 @@ class BroadcastGroup:
             receivers = [rank for rank in range(self.terms.world_size) if rank != SOURCE_RANK]
             self._rendezvous.begin_refit()
             yield from self._until(lambda: self._rendezvous.all_ready(receivers, layout.fingerprint), "workers ready")
-            posted: deque[Any] = deque()
-            for view in packed:
-                posted.append(self._post(view))
-                if len(posted) == _BUFFERS:
-                    yield from self._ended(posted.popleft())
-            for work in posted:
+            posted: deque[tuple[Any, PackedBroadcast]] = deque()
+            for broadcast in packed:
+                posted.append((self._post(broadcast.view), broadcast))
+                while self._is_full([each for _, each in posted]):
+                    yield from self._ended(posted.popleft()[0])
+            for work, _ in posted:
                 yield from self._ended(work)
 
     def close(self) -> None:
@@ -272,6 +274,17 @@ class BroadcastGroup:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
+    def _is_full(self, under_way: Sequence[PackedBroadcast]) -> bool:
+        """Whether the next piece might be packed over one that is being sent, or keep more of an iterator's tensors
+        alive than the buffers hold."""
+        in_buffers = sum(each.in_buffer for each in under_way)
+        return in_buffers == _BUFFERS or sum(each.view.nbytes for each in under_way) > self.terms.bucket_bytes
+
+    def _wait(self, steps: Iterable[None]) -> None:
+        """Takes steps where nobody else has a use for this thread."""
+        for _ in steps:
+            time.sleep(self.turn_seconds / 10)
+
     def _post(self, view: torch.Tensor) -> Any:
         options = BroadcastOptions()
         options.rootRank = SOURCE_RANK
@@ -287,11 +300,12 @@ class BroadcastGroup:
 
     def _until(self, condition: Callable[[], bool], what: str) -> Iterator[None]:
         began = time.monotonic()
+        brief_seconds = _BRIEF_SECONDS[self.terms.backend]
         while not condition():
             waited_seconds = time.monotonic() - began
             if waited_seconds > self._timeout_seconds:
                 raise collective_failed(f"no {what} within {self._timeout_seconds:g} s")
-            if waited_seconds < _BRIEF_SECONDS:
+            if waited_seconds < brief_seconds:
                 time.sleep(_BRIEF_PAUSE_SECONDS)
             else:
                 yield

@@ -96,14 +96,12 @@ class BroadcastGroup:
         """Until a broadcast has come whole, for this thread and its stream. Raises `collective_failed`."""
         timeout_seconds = min(timeout_seconds, self._timeout_seconds)
         give_up_at = time.monotonic() + timeout_seconds
-        pause = _FIRST_PAUSE_SECONDS
-        while not work.is_completed():
+        comes_within = _WAITS[self.terms.backend]
+        while not comes_within(work, _LOOK_SECONDS):
             if time.monotonic() > give_up_at:
                 raise collective_failed(f"the trainer's broadcast did not come within {timeout_seconds:g} s")
             if self._lookout is not None and self._lookout.error is not None:
                 raise self._lookout.error
-            time.sleep(pause)
-            pause = min(2 * pause, _LAST_PAUSE_SECONDS)
         try:
             work.wait()
         except RuntimeError as error:
@@ -115,6 +113,30 @@ class BroadcastGroup:
         held = [self._group, self._store, self._rendezvous]
         del self._group, self._store, self._rendezvous
         threading.Thread(target=_drop, args=(held, self.terms.backend), name="refit-group-end", daemon=True).start()
+
+
+def _waited(work: Any, seconds: float) -> bool:
+    """gloo's own wait takes nothing from the cores that carry the bytes; it raises when the time is over."""
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        return bool(work.is_completed())
+    return True
+
+
+def _polled(work: Any, seconds: float) -> bool:
+    """NCCL's would have the stream wait instead, and nobody could end that."""
+    until = time.monotonic() + seconds
+    pause = _FIRST_PAUSE_SECONDS
+    while not work.is_completed():
+        if time.monotonic() > until:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+    return True
+
+
+_WAITS: dict[GroupBackend, Callable[[Any, float], bool]] = {"gloo": _waited, "nccl": _polled}
 
 
 class Lookout:
@@ -233,7 +255,10 @@ class CollectiveSource(BucketSource):
 
 
 class Reception:
-    """The broadcasts of one refit in their order: the next one is under way while one is copied."""
+    """The broadcasts of one refit in their order: the next ones are under way while one is copied.
+
+    Those that have no place of their own in the engine come into the buffers in turn.
+    """
 
     def __init__(
         self,
@@ -249,9 +274,12 @@ class Reception:
         self._buffers = buffers
         # What is written before anything has come could not be called unchanged if nothing ever comes.
         self._places = [None, *places[1:]]
+        self._room_bytes = sum(buffer.nbytes for buffer in buffers)
         self._number = 0
         self._posted: list[Any] = []
-        self._post_up_to(0)
+        self._into: list[int | None] = []
+        if self._may_post():
+            self._post_one()
 
     @property
     def is_complete(self) -> bool:
@@ -264,8 +292,8 @@ class Reception:
         until = time.monotonic() + seconds
         while not self.is_complete and time.monotonic() < until:
             number = self._number
-            if number or self._place(1) is None:
-                self._post_up_to(number + 1)
+            while self._may_post():
+                self._post_one()
             self._group.wait(self._posted[number], timeout_seconds)
             self._posted[number] = None
             self._number += 1
@@ -279,21 +307,32 @@ class Reception:
     def _take(self, number: int) -> None:
         broadcast = self._broadcasts[number]
         self.refit.accept(broadcast.pieces)
-        if self._place(number) is None:
-            self.refit.copy(number % BUFFERS, broadcast.pieces)
-        else:
+        buffer = self._into[number]
+        if buffer is None:
             self.refit.note_written(broadcast.size_bytes)
+        else:
+            self.refit.copy(buffer, broadcast.pieces)
 
-    def _post_up_to(self, last: int) -> None:
-        for number in range(len(self._posted), min(last + 1, len(self._broadcasts))):
-            place = self._place(number)
-            size_bytes = self._broadcasts[number].size_bytes
-            self._posted.append(
-                self._group.post(self._buffers[number % BUFFERS][:size_bytes] if place is None else place)
-            )
+    def _may_post(self) -> bool:
+        """Another one, behind those that have not been taken; into the engine only once the first has come."""
+        number = len(self._posted)
+        if number == len(self._broadcasts):
+            return False
+        if self._places[number] is None:
+            return sum(buffer is not None for buffer in self._into[self._number :]) < len(self._buffers)
+        under_way = sum(broadcast.size_bytes for broadcast in self._broadcasts[self._number : number + 1])
+        return self._number > 0 and under_way <= self._room_bytes
 
-    def _place(self, number: int) -> torch.Tensor | None:
-        return self._places[number] if number < len(self._places) else None
+    def _post_one(self) -> None:
+        number = len(self._posted)
+        place = self._places[number]
+        if place is None:
+            buffer = sum(into is not None for into in self._into) % len(self._buffers)
+            place = self._buffers[buffer][: self._broadcasts[number].size_bytes]
+            self._into.append(buffer)
+        else:
+            self._into.append(None)
+        self._posted.append(self._group.post(place))
 
 
 def _is_one_run(copy: Copy, count: int) -> bool:
