@@ -242,14 +242,21 @@ class Generation:
             await self._submit(output, version)
 
     async def _admit(self, job: Job, wanted: int | None) -> int:
-        """The version served; returns early, for nothing, when the job is cancelled while it waits."""
+        """The version served; returns early, for nothing, when the job is cancelled while it waits.
+
+        The gate may have shut again before the waiting task had its turn: nothing is awaited after the last look.
+        """
+        while not (self._is_served(wanted) or job.done.is_set()):
+            await self._wait_at_gate(job, wanted)
+        return self._gate.version
+
+    async def _wait_at_gate(self, job: Job, wanted: int | None) -> None:
         wait = self._gate.admit(wanted, job.remaining_seconds(self._deadline(job)))
-        if self._is_served(wanted):
-            return await wait
         admitted, done = asyncio.ensure_future(wait), asyncio.ensure_future(job.done.wait())
         try:
             await asyncio.wait({admitted, done}, return_when=asyncio.FIRST_COMPLETED)
-            return self._gate.version if job.done.is_set() else await admitted
+            if not job.done.is_set():
+                await admitted
         finally:
             admitted.cancel()
             done.cancel()
