@@ -199,6 +199,7 @@ class Commit:
             raise
         ticket.shut = time.monotonic()
         try:
+            await self._clean_cache()
             yield
         except BaseException as error:
             await self._failed(error, was_torn=was_torn)
@@ -213,8 +214,6 @@ class Commit:
     async def publish(self, ticket: Ticket, answers: Sequence[dict[str, Any]]) -> RefitReport:
         """All workers hold the new bytes: the version becomes the one served."""
         copied = time.monotonic()
-        if self._gate.sleep is SleepState.AWAKE:
-            await self._engine.clean_cache(self._config.deadline_seconds)
         self.digest = combine_digests(answers)
         self.digest_mode = ticket.attest
         self.restorable_version = None
@@ -279,6 +278,11 @@ class Commit:
             )
             return True
         return False
+
+    async def _clean_cache(self) -> None:
+        """Before the first write: where this fails nothing has changed."""
+        if self._gate.sleep is SleepState.AWAKE:
+            await self._engine.clean_cache(self._config.deadline_seconds)
 
     def _refused(self, error: BaseException, *, was_torn: bool) -> None:
         """Nothing was written."""
