@@ -417,6 +417,13 @@ class Engine:
             await self.call_workers("refitd_clean_cache", timeout_seconds=timeout_seconds)
             self.llm.nan_seen = False
 
+    async def before_sleep(self) -> None:
+        """Nothing reads the weights afterwards, neither a call on the direct way nor the copy that is kept of them.
+
+        Raises `refit_failed` where that takes too long.
+        """
+        await self.call_workers("refitd_before_sleep", timeout_seconds=self._config.refit.deadline_seconds)
+
     async def sleep(self, level: int) -> None:
         """Raises `engine_error` with vLLM's reason."""
         await self._try(self.llm.sleep(level=level), "sleep")

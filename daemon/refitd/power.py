@@ -69,6 +69,7 @@ class Power:
         self._gate.step_sleep(event)
         try:
             await self._quiet(body)
+            await self._engine.before_sleep()
             await self._engine.sleep(body.level)
         except BaseException:
             self._gate.step_sleep(SleepEvent.WAKE_ALL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from refit_protocol.digest import DigestMode
 from refit_protocol.tensors import DType
 from refit_trainer.digest import weights_digest
+from refitd.worker import keep
+from refitd.worker.keep import Keeper, KeepState
 from tests.worker.engines import LoadedWorker, differences
 from tests.worker.models import Kind
 from tests.worker.trainers import ExportedTensors
@@ -356,3 +359,29 @@ def test_restore_puts_back_what_was_kept(
         worker.call("refitd_close_all")
     worker.call("refitd_keep_last", "none")
     assert worker.refused("refitd_restore")[0] == "nothing_to_restore"
+
+
+def test_falling_asleep_waits_for_the_copy_that_is_being_kept(
+    opened: LoadedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights' memory is taken away then: what is kept has to be complete, and not be read in the meantime."""
+    waited_for = threading.Event()
+    wait = Keeper.wait
+
+    def copy(_target: torch.Tensor, _weights: torch.Tensor) -> None:
+        assert waited_for.wait(60)
+
+    def noted(keeper: Keeper, timeout_seconds: float | None) -> None:
+        if keeper.state is KeepState.SAVING:
+            waited_for.set()
+        wait(keeper, timeout_seconds)
+
+    monkeypatch.setattr(keep, "copy_on_this_thread", copy)
+    monkeypatch.setattr(Keeper, "wait", noted)
+    try:
+        opened.call("refitd_keep_last", "host")
+        opened.call("refitd_before_sleep")
+        assert opened.call("refitd_keep_status")["state"] == "saved"
+    finally:
+        waited_for.set()
+        opened.call("refitd_keep_last", "none")

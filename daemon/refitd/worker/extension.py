@@ -454,6 +454,15 @@ class RefitWorkerExtension:
         return {}
 
     @answered
+    def refitd_before_sleep(self) -> Answer:
+        """Comes back when nobody reads the weights any more: falling asleep takes their memory away.
+
+        Errors: `refit_failed` for a copy of them that takes too long.
+        """
+        self.refitd_state(look_again=False).wait_for_readers()
+        return {}
+
+    @answered
     def refitd_require_room(self, tags: list[str] | None) -> Answer:
         """Refuses with `engine_error` where the device has too little free memory to wake what sleeps under `tags`."""
         require_room(self.device, tags)
