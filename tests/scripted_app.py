@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import pytest
 from prometheus_client import CollectorRegistry
 
+from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import AcquireWriter, Command, OpenSource, Reply, SourceOpened, WriterAcquired
 from refit_protocol.states import EngineEvent
 from refitd import app as app_module
@@ -46,6 +47,11 @@ ANSWERS: Mapping[str, dict[str, Any]] = {
 }
 
 _Reply = TypeVar("_Reply", bound=Reply)
+
+
+def worker_refusal(code: ErrorCode, *, wrote: bool = False) -> dict[str, Any]:
+    """What a worker answers instead."""
+    return {"error": {"code": code.value, "message": "refused by the test", "details": {}}, "wrote": wrote}
 
 
 @dataclass

@@ -10,9 +10,7 @@ import pytest
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import CommitRefit, RefitCommitted
 from refit_protocol.states import EngineState
-from tests.scripted_app import loaded_app
-
-REFUSED = {"error": {"code": ErrorCode.INTERNAL.value, "message": "out of memory", "details": {}}, "wrote": False}
+from tests.scripted_app import loaded_app, worker_refusal
 
 
 def test_a_cache_that_cannot_be_cleaned_refuses_the_refit_before_it_writes(
@@ -25,7 +23,7 @@ def test_a_cache_that_cannot_be_cleaned_refuses_the_refit_before_it_writes(
             session, epoch = await scripted.writer()
             source = await scripted.open(session, epoch)
             scripted.llm.nan_seen = True
-            scripted.llm.failures["refitd_clean_cache"] = REFUSED
+            scripted.llm.failures["refitd_clean_cache"] = worker_refusal(ErrorCode.INTERNAL)
             with pytest.raises(ProtocolError) as refused:
                 await scripted.ask(session, CommitRefit(epoch=epoch, source=source), RefitCommitted)
             assert refused.value.code is ErrorCode.INTERNAL

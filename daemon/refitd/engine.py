@@ -425,23 +425,26 @@ class Engine:
         await self.call_workers("refitd_before_sleep", timeout_seconds=self._config.refit.deadline_seconds)
 
     async def sleep(self, level: int) -> None:
-        """Raises `engine_error` with vLLM's reason."""
-        await self._try(self.llm.sleep(level=level), "sleep")
+        """Raises `engine_dead`: vLLM stops its scheduler first, and nobody knows what of its memory is there then."""
+        await self._whole(self.llm.sleep(level=level), "sleep")
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
-        """Raises `engine_error` with vLLM's reason, such as too little device memory; it may be asked again."""
+        """Raises `engine_error` where there is too little device memory: it may be asked again. Else as `sleep`."""
         asked = None if tags is None else list(tags)
         await self.call_workers("refitd_require_room", asked, timeout_seconds=self._config.refit.deadline_seconds)
-        await self._try(self.llm.wake_up(tags=asked), "wake up")
+        await self._whole(self.llm.wake_up(tags=asked), "wake up")
 
-    async def _try(self, work: Awaitable[Any], what: str) -> None:
+    async def _whole(self, work: Awaitable[Any], what: str) -> None:
+        """For what leaves half an engine where it fails."""
         try:
             await self._answer(work, what, self._config.refit.deadline_seconds)
         except ProtocolError:
             raise
         # vLLM hands on what its workers raised as a plain Exception with their words.
         except Exception as error:
-            raise ProtocolError(ErrorCode.ENGINE_ERROR, f"the engine could not {what}: {error}") from error
+            dead = ProtocolError(ErrorCode.ENGINE_DEAD, f"the engine could not {what}: {error}")
+            self.on_death(dead)
+            raise dead from error
 
     def stop(self) -> None:
         """Ends the engine's processes at once; in-flight requests must have been ended before."""

@@ -70,11 +70,10 @@ class Power:
         try:
             await self._quiet(body)
             await self._engine.before_sleep()
-            await self._engine.sleep(body.level)
         except BaseException:
-            self._gate.step_sleep(SleepEvent.WAKE_ALL)
-            self._gate.sleep = before
+            self._gate.step_sleep(SleepEvent.SLEEP_GIVEN_UP)
             raise
+        await self._engine.sleep(body.level)
         if body.level == 2:
             self._commit.weights_dropped()
 

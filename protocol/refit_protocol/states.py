@@ -92,6 +92,7 @@ class SleepState(StrEnum):
 class SleepEvent(StrEnum):
     SLEEP_1 = "sleep at level 1"
     SLEEP_2 = "sleep at level 2"
+    SLEEP_GIVEN_UP = "sleep given up before the engine was asked"
     WAKE_ALL = "wake up"
     WAKE_WEIGHTS = "wake the weights"
     WAKE_KV_CACHE = "wake the KV cache"
@@ -109,6 +110,7 @@ SLEEP_TRANSITIONS: dict[tuple[SleepState, SleepEvent], SleepState] = {
     (_P.AWAKE, _V.FULL_REFIT): _P.AWAKE,
     (_P.AWAKE, _V.PARTIAL_REFIT): _P.AWAKE,
     (_P.LEVEL_1, _V.SLEEP_1): _P.LEVEL_1,
+    (_P.LEVEL_1, _V.SLEEP_GIVEN_UP): _P.AWAKE,
     (_P.LEVEL_1, _V.WAKE_ALL): _P.AWAKE,
     (_P.LEVEL_1, _V.WAKE_WEIGHTS): _P.LEVEL_1_WEIGHTS_AWAKE,
     (_P.LEVEL_1, _V.WAKE_KV_CACHE): _P.LEVEL_1_KV_CACHE_AWAKE,
@@ -121,6 +123,7 @@ SLEEP_TRANSITIONS: dict[tuple[SleepState, SleepEvent], SleepState] = {
     (_P.LEVEL_1_KV_CACHE_AWAKE, _V.WAKE_WEIGHTS): _P.AWAKE,
     (_P.LEVEL_1_KV_CACHE_AWAKE, _V.WAKE_KV_CACHE): _P.LEVEL_1_KV_CACHE_AWAKE,
     (_P.LEVEL_2, _V.SLEEP_2): _P.LEVEL_2,
+    (_P.LEVEL_2, _V.SLEEP_GIVEN_UP): _P.AWAKE,
     (_P.LEVEL_2, _V.WAKE_ALL): _P.EMPTY,
     (_P.LEVEL_2, _V.WAKE_WEIGHTS): _P.LEVEL_2_WEIGHTS_EMPTY,
     (_P.LEVEL_2, _V.WAKE_KV_CACHE): _P.LEVEL_2_KV_CACHE_AWAKE,
