@@ -13,10 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from refit_protocol.messages import Status
 from refit_protocol.states import EngineState
 from refit_trainer import Daemon, RefitdError
 from refit_trainer.link import CurveKeys
+from refitd import temporary
 
 START_SECONDS = 240.0
 STOP_SECONDS = 30.0
@@ -77,7 +80,14 @@ class DaemonProcess:
             self._wait_briefly()
         raise AssertionError(f"not ready in {START_SECONDS} s: {self.log.read_text()[-4000:]}")
 
+    @property
+    def temporary_directory(self) -> Path:
+        """Where its engine puts temporary files."""
+        record = msgspec.json.decode((self.log.parent / temporary.RECORD_NAME).read_bytes())
+        return Path(record["directory"])
+
     def stop(self) -> int:
+        """One that was killed leaves its temporary files to the next daemon, which may never come."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -86,6 +96,7 @@ class DaemonProcess:
             if self.process.poll() is None:
                 self.process.kill()
                 self.process.wait()
+            temporary.clear(self.log.parent)
 
     def _state(self) -> EngineState | None:
         try:

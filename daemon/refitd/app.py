@@ -50,7 +50,7 @@ from refit_protocol.messages import (
     WakeUp,
 )
 from refit_protocol.states import EngineEvent, EngineState
-from refitd import __version__, load_progress, orphans, parent_death, shared_memory
+from refitd import __version__, load_progress, orphans, parent_death, shared_memory, temporary
 from refitd import log as logging_setup
 from refitd.adapters import Adapters
 from refitd.commit import Commit
@@ -125,6 +125,7 @@ def serve(config: Config, environment: MutableMapping[str, str], reload: Reload,
         log.error(str(error))
         return ExitCode.STARTUP
     finally:
+        temporary.clear(config.runtime_directory)
         lock.release()
 
 
@@ -140,6 +141,11 @@ def _settle_orphans(config: Config, environment: MutableMapping[str, str], *, re
     shared_memory.clear(config.runtime_directory)
     orphans.mark(environment, config.runtime_directory, gpus)
     load_progress.prepare(environment, config.runtime_directory)
+    temporary.clear(config.runtime_directory)
+    try:
+        temporary.prepare(environment, config.runtime_directory)
+    except OSError as error:
+        raise StartupError(f"no temporary directory: {error}") from error
 
 
 def raise_descriptor_limit() -> None:
@@ -313,6 +319,7 @@ class App:
         """vLLM's load cannot be interrupted; our end ends its children, who watch us."""
         log.info("stopped while the model was loading")
         self._notifier.stopping()
+        temporary.clear(self._config.runtime_directory)
         self._lock.release()
         os._exit(ExitCode.OK if self._death is None else ExitCode.ENGINE_DIED)
 

@@ -226,8 +226,11 @@ def test_daemon_killed_mid_update_and_started_again(
 ) -> None:
     """The same client sees another epoch, its update and the old epoch are refused, not one byte of it is served.
 
+    What the killed one left in the temp directory is gone, and so is at the end what the second one had there.
     It comes last, since it kills the module's daemon.
     """
+    left = unprotected.temporary_directory
+    assert next(left.iterdir()), "an engine leaves no files any more"
     with unprotected.connect(bucket_bytes=SMALL_BUCKET_BYTES) as trainer:
         epoch = trainer.status().epoch
         with pytest.raises(DaemonUnreachable):
@@ -239,6 +242,11 @@ def test_daemon_killed_mid_update_and_started_again(
             sample = trainer.generate_one(PROMPT, GREEDY)
             assert (sample.token_ids.tolist(), sample.logprobs.tolist(), sample.version) == (*fresh_sample, 0)
             assert trainer.refit(tensors_of(1), specs=specs_of()).version == 1
+            assert not left.exists()
+            left = second.temporary_directory
+            second.process.terminate()
+            second.process.wait()
+            assert not left.exists()
 
 
 def killing_after(daemon: DaemonProcess, count: int) -> Iterator[tuple[str, torch.Tensor]]:
