@@ -261,7 +261,9 @@ def _check_model(config: Config) -> None:
     looks_like_path = path.is_absolute() or config.model.startswith(("./", "../"))
     if not looks_like_path and not path.is_dir():
         return
-    if problem := model_problem(path, weights=config.engine.load_format != "dummy"):
+    engine = config.engine
+    own_tokenizer = engine.tokenizer and "tokenizer" not in engine.extra
+    if problem := model_problem(path, weights=engine.load_format != "dummy", tokenizer=own_tokenizer):
         raise ConfigError(problem)
 
 

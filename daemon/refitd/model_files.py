@@ -9,14 +9,26 @@ from typing import Any
 import msgspec
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+# Any one of them: the tokenizer's own configuration alone makes one without a vocabulary. A GGUF file holds its own.
+TOKENIZER_PATTERNS = (
+    "tokenizer.json",
+    "tokenizer.model*",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+    "*vocab*",
+    "merges.txt",
+    "tokenization_*.py",
+    "*.gguf",
+)
 LFS_POINTER = b"version https://git-lfs"
 INDEX_PATTERN = "*.index.json"
 
 
-def model_problem(directory: Path, *, weights: bool = True) -> str | None:
+def model_problem(directory: Path, *, weights: bool = True, tokenizer: bool = False) -> str | None:
     """Why this directory cannot be loaded, in one line; None where nothing is missing.
 
-    `weights` False: the engine is to make its own (`load_format = "dummy"`).
+    `weights` False: the engine is to make its own (`load_format = "dummy"`). `tokenizer`: there has to be one too.
     """
     if not directory.is_dir():
         return f"model directory {directory} does not exist"
@@ -24,6 +36,8 @@ def model_problem(directory: Path, *, weights: bool = True) -> str | None:
         return f"model directory {directory} has no config.json: is it the right one?"
     if unreadable := _unreadable(directory):
         return f"model directory {directory}: {unreadable} cannot be read by user {os.getuid()}"
+    if tokenizer and not any(any(directory.glob(pattern)) for pattern in TOKENIZER_PATTERNS):
+        return f"model directory {directory} has no tokenizer: copy its files there, or set engine.tokenizer = false"
     return _weights_problem(directory) if weights else None
 
 

@@ -93,6 +93,17 @@ def test_one_format_of_several_is_enough(model: Path) -> None:
     assert model_problem(model) is None
 
 
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer.model", "vocab.json", "qwen.tiktoken", "rwkv_vocab.txt"])
+def test_a_tokenizer_has_to_be_there_where_one_is_wanted(model: Path, file: str) -> None:
+    """Of any kind; its configuration alone would make one that turns every prompt into no token at all."""
+    (model / "tokenizer_config.json").write_text("{}")
+    problem = model_problem(model, tokenizer=True)
+    assert problem is not None
+    assert "has no tokenizer" in problem
+    (model / file).write_text("{}")
+    assert model_problem(model, tokenizer=True) is None
+
+
 def test_dummy_weights_need_no_files(model: Path) -> None:
     """With load_format "dummy" the configuration is enough."""
     no_weights(model)

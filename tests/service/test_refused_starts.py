@@ -102,6 +102,14 @@ def test_a_setting_that_cannot_be(
     assert_refused(serve(*arguments, **environment), CONFIGURATION, named)
 
 
+def test_a_model_without_a_tokenizer(serve: Serve, model_path: Path, tmp_path: Path) -> None:
+    """Prompts would come to nothing: refused, unless the tokenizer is said to be elsewhere or not wanted."""
+    for file in model_path.iterdir():
+        if not file.name.startswith("tokenizer"):
+            (tmp_path / file.name).symlink_to(file)
+    assert_refused(serve("--model", str(tmp_path)), CONFIGURATION, "has no tokenizer")
+
+
 @pytest.fixture
 def orphan(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process that an earlier daemon, now dead, made as its engine."""
