@@ -17,10 +17,12 @@ from typing import Any
 import msgpack
 import msgspec
 
+from refit_protocol.choices import allowed_values
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import ReplyHeader, RequestHeader
 
 MAGIC = b"RFT1"
+MAX_REASON = 400
 
 Frame = bytes | memoryview
 
@@ -61,7 +63,19 @@ def decode_request(frames: Sequence[Frame], limits: CodecLimits = DEFAULT_LIMITS
     try:
         return msgspec.convert(native, RequestHeader, builtin_types=(bytes,)), list(frames[2:])
     except msgspec.ValidationError as error:
-        raise _malformed(str(error)) from None
+        reason = str(error)
+        raise _malformed(_clipped(reason) + allowed_values(reason, _command(native))) from None
+
+
+def _clipped(reason: str) -> str:
+    """The value that was refused is quoted in it, and may be megabytes long; the end says where it was."""
+    return reason if len(reason) <= MAX_REASON else f"{reason[: MAX_REASON // 2]}...{reason[-MAX_REASON // 2 :]}"
+
+
+def _command(native: Any) -> object:
+    """The type of a request's body, which may be anything."""
+    body = native.get("body") if isinstance(native, dict) else None
+    return body.get("type") if isinstance(body, dict) else None
 
 
 def decode_reply(frames: Sequence[Frame], limits: CodecLimits = DEFAULT_LIMITS) -> tuple[ReplyHeader, list[Frame]]:

@@ -21,16 +21,22 @@ from refit_protocol.codec import (
 )
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import (
+    BeginRefit,
+    CommitRefit,
     Failed,
     Generate,
     GetStatus,
+    OpenSource,
     ReplyHeader,
+    Request,
     RequestHeader,
     Sampling,
+    Sleep,
     StructuredOutputs,
     TokenDelta,
     TokensGenerated,
     VersionRun,
+    WakeUp,
 )
 
 U64 = st.integers(1, 2**64 - 1)
@@ -188,3 +194,34 @@ def test_failed_carries_what_the_error_says() -> None:
         "retryable": False,
         "details": {"limit": 3},
     }
+
+
+def refused_with(body: Request) -> str:
+    with pytest.raises(ProtocolError) as caught:
+        decode_request(encode_request(RequestHeader(id=1, body=body, session="s")))
+    assert caught.value.code is ErrorCode.MALFORMED_MESSAGE
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (CommitRefit(epoch=1, source=1, policy="soon"), "abort, finish, keep, recompute"),
+        (OpenSource(epoch=1, kind="pipe", segments=[]), "bucket, inplace"),
+        (Sleep(level=3), "1, 2"),
+        (WakeUp(tags=["weights", "mind"]), "kv_cache, weights"),
+        (BeginRefit(epoch=1, source=1, tensors=[{"name": "a", "dtype": "real", "shape": []}]), "bfloat16, bool, "),
+    ],
+)
+def test_a_value_that_is_none_of_the_allowed_ones(body: Request, says: str) -> None:
+    """The refusal names the field and lists what it may be, also inside lists and where the field may be null."""
+    message = refused_with(body)
+    assert "$.body." in message
+    assert f"allowed are {says}" in message
+
+
+def test_a_refused_value_is_not_sent_back_whole() -> None:
+    """Megabytes of nonsense make a short answer, which still says where they stood."""
+    message = refused_with(CommitRefit(epoch=1, source=1, policy="x" * 1_000_000))
+    assert len(message) < 1000
+    assert "$.body.policy" in message
