@@ -226,7 +226,7 @@ def test_an_iterator_without_specs_is_refused_before_anything_is_sent(daemon: Da
         group.refit(tensors_of(0))
         with unharmed(daemon), pytest.raises(LayoutMismatch, match="specs="):
             group.refit(iter(tensors_of(1).items()))
-        with unharmed(daemon), pytest.raises(LayoutMismatch, match="was announced"):
+        with unharmed(daemon), pytest.raises(LayoutMismatch, match="is expected"):
             group.refit(iter(tensors_of(1).items()), list(reversed(specs_of())))
         group.refit(tensors_of(1))
 

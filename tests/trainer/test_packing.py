@@ -123,14 +123,14 @@ def test_parameters_are_packed_without_a_graph() -> None:
 @pytest.mark.parametrize(
     ("name", "tensor", "says"),
     [
-        ("other", torch.ones(4), "other was not announced"),
+        ("other", torch.ones(4), "other is not expected: pass specs="),
         ("first", torch.ones(4), "first comes a second time"),
-        ("second", torch.ones(5), r"float32 \[5\], but float32 \[4\]"),
+        ("second", torch.ones(5), r"float32 \[5\], but float32 \[4\] is expected"),
         ("second", torch.ones(4, dtype=torch.float64), "float64"),
     ],
 )
-def test_what_was_not_announced_is_refused(name: str, tensor: torch.Tensor, says: str) -> None:
-    """Unknown, repeated, or of another shape or dtype: said by name."""
+def test_what_is_not_expected_is_refused(name: str, tensor: torch.Tensor, says: str) -> None:
+    """Unknown, repeated, or of another shape or dtype: said by name, with what to do."""
     announced = layout_of([("first", torch.ones(4)), ("second", torch.ones(4))])
     with pytest.raises(LayoutMismatch, match=says):
         list(pack(iter([("first", torch.ones(4)), (name, tensor)]), announced, buckets_of(1024), 10))
@@ -139,6 +139,6 @@ def test_what_was_not_announced_is_refused(name: str, tensor: torch.Tensor, says
 def test_missing_tensors_are_listed() -> None:
     """An iterator that ends too early is an error, not a smaller refit."""
     announced = layout_of([("first", torch.ones(4)), ("second", torch.ones(4))])
-    with pytest.raises(LayoutMismatch, match="second") as caught:
+    with pytest.raises(LayoutMismatch, match="ended without second: pass specs=") as caught:
         list(pack(iter([("first", torch.ones(4))]), announced, buckets_of(1024), 10))
     assert caught.value.details == {"missing": ["second"]}

@@ -64,7 +64,7 @@ def test_an_iterator_needs_its_specs_in_order(pool: ThreadPoolExecutor) -> None:
         host.broadcast(iter(tensors().items()), SPECS)
         attending.result()
         attending = pool.submit(other.attend, SPECS)
-        with pytest.raises(LayoutMismatch, match="b comes where a was announced"):
+        with pytest.raises(LayoutMismatch, match="b comes where a is expected"):
             host.broadcast(reversed(tensors().items()), SPECS)
         with pytest.raises(RefitdError):
             attending.result()
@@ -74,9 +74,9 @@ def test_an_iterator_needs_its_specs_in_order(pool: ThreadPoolExecutor) -> None:
     ("change", "message"),
     [
         (lambda named: named.pop("b"), "b"),
-        (lambda named: named.update(b=torch.zeros(6, dtype=torch.int8)), "announced"),
-        (lambda named: named.update(b=torch.zeros(5)), "announced"),
-        (lambda named: named.update(c=torch.zeros(1)), "c was not announced"),
+        (lambda named: named.update(b=torch.zeros(6, dtype=torch.int8)), "expected"),
+        (lambda named: named.update(b=torch.zeros(5)), "expected"),
+        (lambda named: named.update(c=torch.zeros(1)), "c is not expected"),
     ],
 )
 def test_other_tensors_than_announced_break_the_group(

@@ -84,7 +84,7 @@ class NotShareable(RefitdError):
 
 
 class LayoutMismatch(RefitdError):
-    """The tensors that an iterator yields are not the ones that were announced."""
+    """The tensors that come are not those that were expected: by `specs`, else of the last refit or of the engine."""
 
 
 class OfMembers(RefitdError):

@@ -15,9 +15,29 @@ if TYPE_CHECKING:
 Layout: TypeAlias = dict[str, TensorShape]
 NamedTensor: TypeAlias = "tuple[str, torch.Tensor]"
 
+TAKES = "a refit takes a module, a mapping from names to tensors, or an iterable of (name, tensor) pairs"
+
 
 def layout_of(tensors: Iterable[NamedTensor]) -> Layout:
     return {name: _shape(name, tensor) for name, tensor in tensors}
+
+
+def named_pairs(weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+    """Raises TypeError, saying what a refit takes, for anything but pairs of a name and a tensor."""
+    try:
+        iterator = iter(weights)
+    except TypeError:
+        raise TypeError(f"{TAKES}, no {type(weights).__name__}") from None
+    return map(_named_pair, iterator)
+
+
+def _named_pair(item: NamedTensor) -> NamedTensor:
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        raise TypeError(f"{TAKES}; this one yields a {type(item).__name__}")
+    name, tensor = item
+    if not isinstance(name, str) or not hasattr(tensor, "dtype"):
+        raise TypeError(f"{TAKES}; this one yields a pair of {type(name).__name__} and {type(tensor).__name__}")
+    return name, tensor
 
 
 def predicted_layout(manifest: Manifest, name: str, first: torch.Tensor) -> Layout:

@@ -18,6 +18,7 @@ from refit_trainer.errors import LayoutMismatch
 
 ALIGNMENT_BYTES = 64
 MAX_PLACES = 1 << 16
+EXPECTED = "pass specs= where an iterator yields other tensors than the last one did, or than the engine has"
 
 
 @dataclass
@@ -82,9 +83,7 @@ def pack(
             filled.pieces.append(BucketPiece(name=name, first=first, count=count, offset_bytes=offset_bytes))
             filled.size_bytes = offset_bytes + size_bytes
     if missing:
-        raise LayoutMismatch(
-            f"announced, but not among the tensors: {_listed(missing)}", details={"missing": [*missing]}
-        )
+        raise _missing([*missing])
     yield filled
 
 
@@ -124,18 +123,16 @@ def pack_broadcasts(
     for shape in expected:
         _next_in_order(tensors, shape)
     if (extra := next(tensors, None)) is not None:
-        raise LayoutMismatch(f"{extra[0]} was not announced")
+        raise LayoutMismatch(f"{extra[0]} is not expected: {EXPECTED}")
 
 
 def _next_in_order(tensors: Iterator[tuple[str, torch.Tensor]], expected: TensorShape) -> tuple[str, torch.Tensor]:
     named = next(tensors, None)
     if named is None:
-        raise LayoutMismatch(
-            f"announced, but not among the tensors: {expected.name}", details={"missing": [expected.name]}
-        )
+        raise _missing([expected.name])
     name, tensor = named
     if name != expected.name:
-        raise LayoutMismatch(f"{name} comes where {expected.name} was announced: pass specs= in the tensors' order")
+        raise LayoutMismatch(f"{name} comes where {expected.name} is expected: pass specs= in the tensors' order")
     _check_shape(name, tensor, expected)
     return name, tensor.detach()
 
@@ -195,7 +192,9 @@ def _check_announced(
 ) -> None:
     expected = missing.pop(name, None)
     if expected is None:
-        raise LayoutMismatch(f"{name} {'comes a second time' if name in announced else 'was not announced'}")
+        raise LayoutMismatch(
+            f"{name} comes a second time" if name in announced else f"{name} is not expected: {EXPECTED}"
+        )
     _check_shape(name, tensor, expected)
 
 
@@ -203,9 +202,13 @@ def _check_shape(name: str, tensor: torch.Tensor, expected: TensorShape) -> None
     dtype = _name_of(tensor.dtype)
     if tensor.shape != expected.shape or dtype != expected.dtype:
         raise LayoutMismatch(
-            f"{name} is {dtype} {list(tensor.shape)}, but {expected.dtype} {list(expected.shape)} was announced: "
-            "pass specs= to refit() to announce what the iterator yields"
+            f"{name} is {dtype} {list(tensor.shape)}, "
+            f"but {expected.dtype} {list(expected.shape)} is expected: {EXPECTED}"
         )
+
+
+def _missing(names: list[str]) -> LayoutMismatch:
+    return LayoutMismatch(f"the tensors ended without {_listed(names)}: {EXPECTED}", details={"missing": names})
 
 
 @cache

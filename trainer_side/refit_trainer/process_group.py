@@ -30,7 +30,7 @@ from refit_protocol.rendezvous import (
 )
 from refit_protocol.tensors import TensorShape
 from refit_trainer.errors import ClientClosed, LayoutMismatch, NotShareable, RefitdError
-from refit_trainer.layouts import NamedTensor, layout_of
+from refit_trainer.layouts import NamedTensor, layout_of, named_pairs
 from refit_trainer.packing import PackedBroadcast, pack_broadcasts
 from refit_trainer.staging import Weights
 
@@ -211,13 +211,13 @@ class BroadcastGroup:
     ) -> tuple[Iterator[NamedTensor], BroadcastLayout]:
         """Raises `LayoutMismatch` for an iterator of which nobody says what it will yield."""
         if isinstance(weights, Mapping):
-            shapes = tuple(layout_of(weights.items()).values())
+            shapes = tuple(layout_of(named_pairs(weights.items())).values())
             return iter(weights.items()), BroadcastLayout(shapes, self.terms.bucket_bytes)
         if specs is None:
             raise LayoutMismatch(
                 "pass specs= with an iterator: what it yields, in that order, is announced before it starts"
             )
-        return iter(weights), BroadcastLayout(tuple(specs), self.terms.bucket_bytes)
+        return named_pairs(weights), BroadcastLayout(tuple(specs), self.terms.bucket_bytes)
 
     @property
     def turn_seconds(self) -> float:

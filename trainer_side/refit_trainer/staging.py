@@ -11,7 +11,15 @@ import torch
 from refit_protocol.messages import Manifest
 from refit_protocol.tensors import TensorShape, aligned
 from refit_trainer.backends import Buckets, backend_for
-from refit_trainer.layouts import Layout, NamedTensor, layout_of, predicted_layout, selected, without_aliases
+from refit_trainer.layouts import (
+    Layout,
+    NamedTensor,
+    layout_of,
+    named_pairs,
+    predicted_layout,
+    selected,
+    without_aliases,
+)
 from refit_trainer.packing import ALIGNMENT_BYTES, FilledBucket, Places, pack
 from refit_trainer.refits import CommitOptions
 from refit_trainer.steps import Steps
@@ -103,7 +111,7 @@ class Staging:
     ) -> Steps[_Report]:
         first = next(tensors, None)
         if first is None:
-            raise ValueError("there is not one tensor to refit with")
+            raise ValueError("there is not one tensor to refit with: an iterator may have been used up before")
         buckets = self._large_enough(layout, first[1].device)
         packed = pack(chain([first], tensors), layout, buckets.views, target.max_pieces, self._places)
         # The first bucket is packed before the gate closes: generation waits less, and most mistakes show up by then.
@@ -121,8 +129,8 @@ class Staging:
     ) -> Steps[tuple[Iterator[NamedTensor], Layout]]:
         """What will come and what is announced of it: `specs`, else what a mapping shows, else what can be foreseen."""
         if isinstance(weights, Mapping):
-            return iter(weights.items()), layout_of(weights.items())
-        tensors = iter(weights)
+            return iter(weights.items()), layout_of(named_pairs(weights.items()))
+        tensors = named_pairs(weights)
         if specs is not None:
             return tensors, {spec.name: spec for spec in specs}
         first = next(tensors, None)
