@@ -289,7 +289,8 @@ class Commit:
         if self._gate.state is EngineState.DEAD:
             return
         self._gate.refit_ended(EngineEvent.REFIT_TORN if was_torn else EngineEvent.REFIT_REFUSED)
-        self._report_failure(error)
+        self._note(error)
+        log.info("refit refused", state=self._gate.state.value, reason=str(error))
 
     async def _failed(self, error: BaseException, *, was_torn: bool) -> None:
         if self._gate.state is EngineState.DEAD:
@@ -326,11 +327,15 @@ class Commit:
         return True
 
     def _report_failure(self, error: BaseException) -> None:
+        self._note(error)
+        log.warning("refit failed", state=self._gate.state.value, reason=str(error))
+
+    def _note(self, error: BaseException) -> None:
+        """For the status, the metrics and the trainer."""
         if isinstance(error, ProtocolError):
             self._gate.failed(error)
             self.on_failed(error)
             error.details.setdefault("state", self._gate.state.value)
-        log.warning("refit failed", state=self._gate.state.value, reason=str(error))
 
     async def _keep_last(self) -> None:
         """Asks the workers to copy what is served to host memory, in the background."""

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import structlog
+import torch
 from transformers import PreTrainedModel
 
-from refit_trainer import Daemon
+from refit_trainer import Daemon, RefitdError
 from refitd import log
 from tests.cases.test_torn import AFTER_THREE_BUCKETS, SMALL_BUCKET_BYTES, failing_after
 from tests.daemon_process import DaemonProcess
@@ -144,6 +145,16 @@ def test_lines_name_the_request_and_the_refit(
     failed = line_of(daemon, daemon_process, "refit failed", "the trainer aborted")
     assert re.search(r"\brequest=\d+", failed)
     assert re.search(r"\brefit=\d+", failed)
+
+
+def test_a_refusal_is_no_failure(daemon_process: DaemonProcess, daemon: Daemon, model: PreTrainedModel) -> None:
+    """Where nothing was written nothing is wrong with the daemon: its log says so, and does not warn."""
+    with torch.no_grad():
+        next(model.parameters())[0, 0] = float("nan")
+    with pytest.raises(RefitdError, match="not_finite"):
+        daemon.refit(model, check_finite=True)
+    refused = line_of(daemon, daemon_process, "refit refused", "not_finite")
+    assert re.search(r"\binfo\b", refused)
 
 
 def line_of(daemon: Daemon, process: DaemonProcess, *parts: str) -> str:
