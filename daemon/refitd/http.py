@@ -7,15 +7,16 @@ requests that no weights can serve - is answered here.
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
 import socket
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import numpy as np
 import structlog
 import uvicorn
+from numpy.typing import NDArray
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, Counter, generate_latest
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
@@ -46,8 +47,8 @@ PATHS: Mapping[str, bool] = {
 }
 OPEN_PATHS = frozenset({"/health", "/metrics"})
 
-# Strings are skipped as a whole, so that brackets inside of them do not count; one that never ends reaches to the end.
-_JSON_NESTING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[\[{]|[\]}]', re.DOTALL)
+DEPTH_CHUNK_BYTES = 1 << 20
+_QUOTE, _BACKSLASH = b'"\\'
 
 log = structlog.get_logger()
 
@@ -204,7 +205,11 @@ class Door:
         self._check_key(Headers(scope=scope))
         app = self._app_for(path)
         body = await read_body(scope, receive, self._config.max_body_bytes)
-        check_depth(body)
+        if len(body) <= DEPTH_CHUNK_BYTES:
+            check_depth(body)
+        else:
+            # It would keep everybody else waiting.
+            await asyncio.to_thread(check_depth, body)
         return _WithBody(app, body)
 
     def _health(self) -> Response:
@@ -280,13 +285,28 @@ def _too_large(limit_bytes: int) -> ProtocolError:
 
 
 def check_depth(body: bytes) -> None:
-    """Raises `malformed_message` for JSON nested so deeply that parsers behind this one would recurse without end."""
-    depth = 0
-    for match in _JSON_NESTING.finditer(body):
-        first = match[0][:1]
-        if first in b"[{":
-            depth += 1
-            if depth > MAX_JSON_DEPTH:
-                raise ProtocolError(ErrorCode.MALFORMED_MESSAGE, f"JSON nested more than {MAX_JSON_DEPTH} levels deep")
-        elif first in b"]}":
-            depth -= 1
+    """Raises `malformed_message` for JSON nested so deeply that parsers behind this one would recurse without end.
+
+    In arrays, since a body may hold a bracket a byte.
+    """
+    depth, in_string, escaped = 0, False, False
+    for start in range(0, len(body), DEPTH_CHUNK_BYTES):
+        chunk = np.frombuffer(body, np.uint8, min(DEPTH_CHUNK_BYTES, len(body) - start), start)
+        is_escaped, escaped = _escaped(chunk, escaped)
+        strings = (np.cumsum((chunk == _QUOTE) & ~is_escaped) + in_string) % 2
+        # Square brackets are braces but for one bit.
+        opening, closing = (((chunk | 0x20) == brace) & (strings == 0) for brace in b"{}")
+        levels = depth + np.cumsum(opening.astype(np.int8) - closing.astype(np.int8), dtype=np.int64)
+        if levels.max() > MAX_JSON_DEPTH:
+            raise ProtocolError(ErrorCode.MALFORMED_MESSAGE, f"JSON nested more than {MAX_JSON_DEPTH} levels deep")
+        depth, in_string = int(levels[-1]), bool(strings[-1])
+
+
+def _escaped(chunk: NDArray[np.uint8], first: bool) -> tuple[NDArray[np.bool_], bool]:
+    """Which bytes follow an odd number of backslashes, `first` for the first one; and whether the next one does."""
+    backslashes = chunk == _BACKSLASH
+    backslashes[0] &= not first
+    positions = np.arange(len(chunk))
+    run_lengths = positions - np.maximum.accumulate(np.where(backslashes, -1, positions))
+    escaping = backslashes & (run_lengths % 2 == 1)
+    return np.concatenate([[first], escaping[:-1]]), bool(escaping[-1])

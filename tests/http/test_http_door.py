@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager, closing
 
 import httpx
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -18,6 +20,7 @@ from starlette.routing import Route
 
 from refit_protocol.errors import ProtocolError
 from refit_protocol.states import EngineEvent
+from refitd import http
 from refitd.config import HttpConfig
 from refitd.gate import Gate
 from refitd.http import HttpBindError, HttpServer, base_url, check_depth, reserve_socket
@@ -157,6 +160,35 @@ def test_the_depth_of_megabytes_of_quotes_is_found_in_linear_time() -> None:
     check_depth(b'"\\' * 2_000_000)
     with pytest.raises(ProtocolError):
         check_depth(b'"a\\"[" ' * 500_000 + b"[" * 101)
+
+
+def deepest(body: bytes) -> int:
+    """Byte by byte."""
+    depth = deepest = 0
+    in_string = escaped = False
+    for byte in body:
+        if byte == ord('"'):
+            in_string ^= not escaped
+        elif not in_string:
+            depth += (byte in b"[{") - (byte in b"]}")
+            deepest = max(deepest, depth)
+        escaped = byte == ord("\\") and not escaped
+    return deepest
+
+
+@given(st.lists(st.sampled_from(b'"\\[]{}a')).map(bytes))
+@example(b'"\\\\"[[[')
+@example(b'"aa\\"[[[')
+def test_the_depth_is_that_of_a_reader_byte_by_byte(body: bytes) -> None:
+    """Wherever a body is cut into chunks: also between a backslash and what it escapes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(http, "DEPTH_CHUNK_BYTES", 3)
+        patch.setattr(http, "MAX_JSON_DEPTH", 2)
+        if deepest(body) > 2:
+            with pytest.raises(ProtocolError):
+                check_depth(body)
+        else:
+            check_depth(body)
 
 
 # --- states -----------------------------------------------------------------------------------------------------------
