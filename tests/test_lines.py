@@ -97,6 +97,121 @@ def test_a_call_that_nobody_awaits_any_more_does_not_shift_the_answers() -> None
     asyncio.run(scenario())
 
 
+class Busy(Rank):
+    """A worker that answers nothing until it may."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.may_answer = threading.Event()
+
+    def refitd_count(self, filler: str, number: int) -> dict[str, Any]:
+        assert self.may_answer.wait(60)
+        return {"number": number, "length": len(filler)}
+
+
+def test_calls_wait_in_order_for_a_worker_that_has_no_room_for_more() -> None:
+    """Buckets sent one behind the other while the first is still copied: the socket takes a few, others wait here."""
+
+    async def scenario() -> None:
+        busy = Busy()
+        lines = await opened(busy)
+        try:
+            calls = [lines.call(message("refitd_count", "x" * 60_000, number)) for number in range(40)]
+            await asyncio.sleep(0)
+            assert not any(call.done() for call in calls)
+            busy.may_answer.set()
+            answers = [answer for [answer] in await asyncio.gather(*calls)]
+        finally:
+            lines.close()
+        assert answers == [{"number": number, "length": 60_000} for number in range(40)]
+
+    asyncio.run(scenario())
+
+
+def test_calls_that_were_not_sent_yet_fail_with_the_line() -> None:
+    """Those the worker has never seen are told like the others, and nothing is left behind."""
+
+    async def scenario() -> None:
+        busy = Busy()
+        lines = await opened(busy)
+        calls = [lines.call(message("refitd_count", "x" * 60_000, number)) for number in range(40)]
+        lines.close()
+        busy.may_answer.set()
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert {type(outcome) for outcome in outcomes} == {LineClosedError}
+
+    asyncio.run(scenario())
+
+
+class Wordy(Rank):
+    """A worker whose refusals quote a lot."""
+
+    def refitd_refuse(self, names: int) -> dict[str, Any]:
+        quoted = ["\N{SNOWMAN}" * 1000] * names
+        error = {"code": "manifest_mismatch", "message": ", ".join(quoted), "details": {"unexpected": quoted}}
+        return {"error": error, "wrote": False}
+
+
+def test_a_refusal_too_large_for_a_message_comes_without_its_details() -> None:
+    """Cut off by the socket it would be no answer at all, and the engine would pass for dead."""
+
+    async def scenario() -> None:
+        lines = await opened(Wordy(0))
+        try:
+            [[short], [long]] = [await lines.call(message("refitd_refuse", names)) for names in (1, 100)]
+        finally:
+            lines.close()
+        assert len(short["error"]["details"]["unexpected"]) == 1
+        assert (long["error"]["code"], long["error"]["details"], long["wrote"]) == ("manifest_mismatch", {}, False)
+        assert long["error"]["message"].startswith("\N{SNOWMAN}")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("said", [b"\xc1", b"\x01", b"\x80\x80"])
+def test_what_is_no_answer_ends_the_line(said: bytes) -> None:
+    """Nobody waits for the answer that it should have been."""
+
+    async def scenario() -> None:
+        worker = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+        async def ask(path: str) -> list[dict[str, Any]]:
+            worker.connect(path)
+            worker.send(msgspec.msgpack.encode(0))
+            return [{"open": True}]
+
+        lines = await open_lines(1, ask)
+        with worker:
+            call = lines.call(message("refitd_add", 1, 1))
+            worker.send(said)
+            with pytest.raises(LineClosedError, match="no answer"):
+                await call
+        lines.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("said", [b"hello", msgspec.msgpack.encode(0)])
+def test_a_stranger_that_connects_instead_of_a_worker_leaves_no_lines(said: bytes) -> None:
+    """Whether it says nonsense or the rank of another: the engine then calls through vLLM."""
+
+    async def scenario() -> None:
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+        async def ask(path: str) -> list[dict[str, Any]]:
+            open_line(Rank(0), path)
+            stranger.connect(path)
+            stranger.send(said)
+            return [{"open": True}] * 2
+
+        with stranger:
+            with pytest.raises(ConnectionError):
+                await open_lines(2, ask)
+            assert stranger.recv(1) == b"", "its end is still open"
+
+    asyncio.run(scenario())
+
+
 def test_a_worker_that_cannot_connect_leaves_no_lines() -> None:
     """As one on another host."""
 

@@ -216,7 +216,9 @@ class Engine:
         try:
             with awake(self._awake_seconds):
                 return await answers
+        # What the worker did is not known, and nothing would answer the calls behind this one.
         except LineClosedError as error:
+            self.on_death(error)
             raise ProtocolError(ErrorCode.ENGINE_DEAD, str(error)) from None
 
     async def _call_through_vllm(self, method: str, args: Sequence[Any]) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import socket
 import tempfile
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,15 @@ Answers = list[dict[str, Any]]
 
 
 class LineClosedError(Exception):
-    """The worker has hung up: its process is gone."""
+    """The worker has hung up, or says what is no answer: nothing is known of the calls under way."""
 
 
 async def open_lines(workers: int, ask: Callable[[str], Awaitable[Answers]]) -> Lines:
-    """`ask` has every worker connect to a path; raises `OSError` or `TimeoutError` where one cannot.
+    """`ask` has every worker connect to a path; raises `OSError` or `TimeoutError` where one cannot, or is another's.
 
     The socket's name exists only meanwhile, in a directory that nobody else can enter.
     """
-    with tempfile.TemporaryDirectory(prefix="refitd-") as directory:
+    with tempfile.TemporaryDirectory(prefix="refitd-") as directory, ExitStack() as lines:
         path = str(Path(directory) / "line")
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(path)
@@ -40,16 +41,22 @@ async def open_lines(workers: int, ask: Callable[[str], Awaitable[Answers]]) -> 
             if not all(answer["open"] for answer in await ask(path)):
                 raise ConnectionError("a worker could not connect")
             async with asyncio.timeout(ACCEPT_SECONDS):
-                accepted = [await _accepted(listener) for _ in range(workers)]
-    return Lines([line for _, line in sorted(accepted, key=lambda ranked: ranked[0])])
+                accepted = dict([await _accepted(listener, lines) for _ in range(workers)])
+        if len(accepted) < workers:
+            raise ConnectionError(f"{workers} lines for the ranks {sorted(accepted)} alone")
+        lines.pop_all()
+    return Lines([line for _, line in sorted(accepted.items())])
 
 
-async def _accepted(listener: socket.socket) -> tuple[int, socket.socket]:
+async def _accepted(listener: socket.socket, lines: ExitStack) -> tuple[int, socket.socket]:
     loop = asyncio.get_running_loop()
     line, _ = await loop.sock_accept(listener)
+    lines.enter_context(line)
     line.setblocking(False)
-    rank = msgspec.msgpack.decode(await loop.sock_recv(line, MAX_MESSAGE_BYTES), type=int)
-    return rank, line
+    try:
+        return msgspec.msgpack.decode(await loop.sock_recv(line, MAX_MESSAGE_BYTES), type=int), line
+    except msgspec.DecodeError as error:
+        raise ConnectionError(f"not a worker: {error}") from None
 
 
 class Lines:
@@ -68,29 +75,45 @@ class Lines:
 
 
 class _Line:
+    """`_unsent`: calls for which a worker that is busy with those before has no room yet."""
+
     def __init__(self, line: socket.socket) -> None:
         self._line = line
         self._waiting: deque[asyncio.Future[dict[str, Any]]] = deque()
+        self._unsent: deque[bytes] = deque()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(line.fileno(), self._read)
 
     def call(self, message: bytes) -> asyncio.Future[dict[str, Any]]:
         answer = self._loop.create_future()
-        try:
-            self._line.send(message)
-        except OSError as error:
-            answer.set_exception(LineClosedError(str(error)))
-        else:
-            self._waiting.append(answer)
+        self._waiting.append(answer)
+        self._unsent.append(message)
+        if len(self._unsent) == 1:
+            self._send()
         return answer
 
-    def close(self) -> None:
-        if self._line.fileno() < 0:
-            return
-        self._loop.remove_reader(self._line.fileno())
-        self._line.close()
+    def close(self, why: str = "the worker's process is gone") -> None:
+        if self._line.fileno() >= 0:
+            self._loop.remove_reader(self._line.fileno())
+            self._loop.remove_writer(self._line.fileno())
+            self._line.close()
+        self._unsent.clear()
         while self._waiting:
-            self._settle(LineClosedError("the worker's process is gone"))
+            self._settle(LineClosedError(why))
+
+    def _send(self) -> None:
+        try:
+            while self._unsent:
+                self._line.send(self._unsent[0])
+                self._unsent.popleft()
+        except BlockingIOError:
+            self._loop.add_writer(self._line.fileno(), self._send_rest)
+        except OSError as error:
+            self.close(str(error))
+
+    def _send_rest(self) -> None:
+        self._loop.remove_writer(self._line.fileno())
+        self._send()
 
     def _read(self) -> None:
         try:
@@ -99,10 +122,13 @@ class _Line:
             return
         except OSError:
             message = b""
-        if message:
-            self._settle(msgspec.msgpack.decode(message))
-        else:
+        if not message:
             self.close()
+            return
+        try:
+            self._settle(msgspec.msgpack.decode(message, type=dict[str, Any]))
+        except (msgspec.DecodeError, IndexError) as error:
+            self.close(f"the worker said what is no answer: {error}")
 
     def _settle(self, outcome: dict[str, Any] | Exception) -> None:
         answer = self._waiting.popleft()
