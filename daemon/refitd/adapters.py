@@ -7,8 +7,10 @@ So each gets a copy of its own, which stays for as long as a request uses it.
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import shutil
+import stat
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -121,7 +123,7 @@ class Adapters:
             self._check_name(name)
             number = next(self._ids)
             adapter = Adapter(name, number, self._copies / str(number))
-            await asyncio.to_thread(_copy, name, directory, adapter.directory)
+            await asyncio.to_thread(copy_adapter, name, directory, adapter.directory)
             try:
                 await self._engine.load_adapter(adapter)
             except ProtocolError:
@@ -170,14 +172,22 @@ class Adapters:
             raise ProtocolError(ErrorCode.LIMIT_EXCEEDED, f"{most} adapters are loaded (lora.max_adapters)", limit=most)
 
 
-def _copy(name: str, source: Path, target: Path) -> None:
+def copy_adapter(name: str, source: Path, target: Path) -> None:
+    """Raises `invalid_adapter` where a file cannot be copied; there is no target then."""
     target.mkdir(parents=True)
     try:
         for file in FILES:
-            shutil.copyfile(source / file, target / file)
+            _copy_file(source / file, target / file)
     except OSError as error:
         shutil.rmtree(target)
         raise _invalid(f"adapter {name!r}: {error.filename}: {error.strerror}") from error
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    """Of a pipe or a device there might be no end."""
+    if not stat.S_ISREG(source.stat().st_mode):
+        raise OSError(errno.EINVAL, "no ordinary file", str(source))
+    shutil.copyfile(source, target)
 
 
 def _invalid(message: str) -> ProtocolError:

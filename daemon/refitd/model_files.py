@@ -23,6 +23,8 @@ TOKENIZER_PATTERNS = (
 )
 LFS_POINTER = b"version https://git-lfs"
 INDEX_PATTERN = "*.index.json"
+# The format's own limit.
+MAX_HEADER_BYTES = 100 << 20
 
 
 def model_problem(directory: Path, *, weights: bool = True, tokenizer: bool = False) -> str | None:
@@ -36,6 +38,8 @@ def model_problem(directory: Path, *, weights: bool = True, tokenizer: bool = Fa
         return f"model directory {directory} has no config.json: is it the right one?"
     if unreadable := _unreadable(directory):
         return f"model directory {directory}: {unreadable} cannot be read by user {os.getuid()}"
+    if irregular := _irregular(directory):
+        return f"model directory {directory}: {irregular} is no ordinary file"
     if tokenizer and not any(any(directory.glob(pattern)) for pattern in TOKENIZER_PATTERNS):
         return f"model directory {directory} has no tokenizer: copy its files there, or set engine.tokenizer = false"
     return _weights_problem(directory) if weights else None
@@ -88,7 +92,7 @@ def _is_cut_off(file: Path) -> bool:
         return False
     with file.open("rb") as stream:
         header_bytes = int.from_bytes(stream.read(8), "little")
-        if header_bytes > size_bytes - 8:
+        if header_bytes > min(size_bytes - 8, MAX_HEADER_BYTES):
             return True
         try:
             header: Any = msgspec.json.decode(stream.read(header_bytes))
@@ -105,6 +109,13 @@ def _shards(index: Path) -> set[str]:
         return set(content["weight_map"].values())
     except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
         return set()
+
+
+def _irregular(directory: Path) -> str | None:
+    """Whoever opens a pipe waits for its other end, and a device may have none."""
+    patterns = (*WEIGHT_PATTERNS, "*.json")
+    names = (file.name for pattern in patterns for file in directory.glob(pattern) if not file.is_file())
+    return next(names, None)
 
 
 def _unreadable(directory: Path) -> str | None:

@@ -436,7 +436,9 @@ class Refit:
         assert isinstance(call.body, ReloadWeights)
         body = call.body
         self.writer.check(call.owner, body.epoch)
-        directory = checkpoint_directory(body.path, self._config)
+        # Disks may be slow, and others' requests do not wait for them; the role may be lost meanwhile.
+        directory = await asyncio.to_thread(checkpoint_directory, body.path, self._config)
+        self.writer.check(call.owner, body.epoch)
         ticket = self._ticket(body, partial=False)
         report = await self._in_window(call.owner, ticket, self._reload(str(directory), ticket))
         yield Answer(RefitCommitted(report=report))

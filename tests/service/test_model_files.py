@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,6 +61,22 @@ def break_index(model: Path) -> None:
     (model / "model.safetensors.index.json").write_text('{"weight_map": ')
 
 
+def pipe_as_index(model: Path) -> None:
+    (model / "model.safetensors.index.json").unlink()
+    os.mkfifo(model / "model.safetensors.index.json")
+
+
+def device_as_weights(model: Path) -> None:
+    (model / "model-1-of-2.safetensors").unlink()
+    (model / "model-1-of-2.safetensors").symlink_to("/dev/zero")
+
+
+def header_without_end(model: Path) -> None:
+    with (model / "model-2-of-2.safetensors").open("wb") as file:
+        file.write((1 << 40).to_bytes(8, "little"))
+        file.truncate(1 << 41)
+
+
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
@@ -71,6 +88,10 @@ def break_index(model: Path) -> None:
         (cut_off_in_its_header, "model-2-of-2.safetensors ends too early"),
         (no_weights, "has no weights"),
         (break_index, "is no index of weights"),
+        (pipe_as_index, "model.safetensors.index.json is no ordinary file"),
+        (device_as_weights, "model-1-of-2.safetensors is no ordinary file"),
+        (lambda model: (model / "more.safetensors").mkdir(), "more.safetensors is no ordinary file"),
+        (header_without_end, "model-2-of-2.safetensors ends too early"),
         (lambda model: (model / "tokenizer.json").symlink_to(model / "gone"), "tokenizer.json cannot be read"),
     ],
 )

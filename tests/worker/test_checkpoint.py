@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -145,3 +146,12 @@ def test_layouts_hold_every_element_once(tensors: list[tuple[DType, int]], bucke
             assert piece.first == next_element[piece.name]
             next_element[piece.name] += piece.count
     assert next_element == {shape.name: shape.elements for shape in shapes}
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
+def test_what_is_no_ordinary_file_is_refused_at_once(directory: Path, make: Callable[[Path], object]) -> None:
+    """Whoever opens a pipe waits for its other end: here that would be the engine."""
+    make(directory / "more.safetensors")
+    with pytest.raises(ProtocolError, match="no ordinary file") as refused:
+        Checkpoint(directory)
+    assert refused.value.code is ErrorCode.INVALID_CHECKPOINT

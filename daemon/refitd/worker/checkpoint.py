@@ -6,6 +6,7 @@ They are read, not mapped: a file that is cut short meanwhile is then an error, 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -164,10 +165,15 @@ def _indexed(index: Path) -> Mapping[str, frozenset[str]]:
 
 
 def _opened(file: Path) -> int:
+    """Not blocking, since a pipe in the file's place would keep the engine waiting for ever."""
     try:
-        return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise _invalid(f"{file} cannot be opened: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _invalid(f"{file} is no ordinary file")
+    return descriptor
 
 
 def _header(file: Path, descriptor: int) -> tuple[int, dict[str, _Entry]]:
