@@ -283,10 +283,7 @@ class Refit:
         assert isinstance(call.body, ApplyBucket)
         body = call.body
         refit = self._refit_under_way(call.owner, body.epoch, body.refit)
-        if refit.held is not None:
-            raise ProtocolError(
-                ErrorCode.NOT_ALLOWED_NOW, f"refit {refit.id} is held: finish or abort it", state="held"
-            )
+        refit.require_unfinished()
         refit.source.require("bucket")
         pieces = self._config.server.max_bucket_pieces
         if len(body.pieces) > pieces:
@@ -300,6 +297,8 @@ class Refit:
     async def _apply(self, refit: BucketRefit, body: ApplyBucket) -> int:
         async with refit.order:
             self._check_current(refit)
+            # It may have waited behind the end.
+            refit.require_unfinished()
             # Sent in this order, and the next one is not kept waiting for the answer.
             applied = self._run(
                 self._engine.call_workers(
@@ -337,6 +336,7 @@ class Refit:
         while refit.reception != "complete":
             async with refit.order:
                 self._check_current(refit)
+                refit.require_unfinished()
                 try:
                     await self._receive_some(refit)
                 except ProtocolError as error:

@@ -96,6 +96,11 @@ class BucketRefit:
             raise ProtocolError(ErrorCode.INVALID_DESCRIPTOR, message)
         return cls(refit_id, session, source, source.announced, ticket)
 
+    def require_unfinished(self) -> None:
+        """Raises `not_allowed_now` for what would be written after the end."""
+        if self.held is not None:
+            raise ProtocolError(ErrorCode.NOT_ALLOWED_NOW, f"refit {self.id} is held: finish or abort it", state="held")
+
     def watch(self, deadline: asyncio.Task[Any]) -> None:
         self._deadline = deadline
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import (
+    AbortRefit,
     AcquireWriter,
     ApplyBucket,
     BeginRefit,
@@ -19,11 +20,14 @@ from refit_protocol.messages import (
     Failed,
     FinishRefit,
     OpenSource,
+    RefitAborted,
     RefitBegan,
     RefitCommitted,
+    RefitHeld,
     SourceOpened,
     WriterAcquired,
 )
+from refit_protocol.states import EngineState
 from refit_trainer import Daemon
 from refit_trainer.backends import Buckets, backend_for
 from refit_trainer.layouts import Layout, layout_of
@@ -103,6 +107,26 @@ def test_a_bucket_that_fails_ends_the_refit_whatever_was_sent_behind_it(
         assert ErrorCode.INVALID_DESCRIPTOR in refusals
         assert refusals <= {ErrorCode.UNKNOWN_REFIT, ErrorCode.INVALID_DESCRIPTOR}
         assert not any(isinstance(reply, RefitCommitted) for reply in replies)
+
+
+def test_a_bucket_behind_the_end_of_a_held_refit_is_refused(daemon: Daemon, trainer: Trainer) -> None:
+    """The held weights stay what they are, unserved, until they are published or put back; before, such a bucket had
+    them served as the version before."""
+    with unharmed(daemon):
+        began = trainer.wire.ask(trainer.begin(), RefitBegan)
+        last = trainer.filled[-1]
+        too_late = ApplyBucket(epoch=trainer.epoch, refit=began.refit, bucket=last.bucket, pieces=last.pieces)
+        for filled in trainer.filled:
+            trainer.wire.post(msgspec.structs.replace(too_late, bucket=filled.bucket, pieces=filled.pieces))
+        trainer.wire.post(FinishRefit(epoch=trainer.epoch, refit=began.refit, hold=True))
+        trainer.wire.post(too_late)
+        *applied, held, refused = [trainer.wire.receive().body for _ in range(len(trainer.filled) + 2)]
+        assert all(isinstance(reply, BucketApplied) for reply in applied)
+        assert isinstance(held, RefitHeld)
+        assert isinstance(refused, Failed)
+        assert refused.code is ErrorCode.NOT_ALLOWED_NOW
+        aborted = trainer.wire.ask(AbortRefit(epoch=trainer.epoch, refit=began.refit), RefitAborted)
+        assert aborted.state is EngineState.READY
 
 
 def test_nothing_can_come_again_that_never_came(daemon: Daemon, trainer: Trainer) -> None:
