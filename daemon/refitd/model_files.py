@@ -97,7 +97,7 @@ def _is_cut_off(file: Path) -> bool:
         try:
             header: Any = msgspec.json.decode(stream.read(header_bytes))
             ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        except (msgspec.DecodeError, KeyError, IndexError, TypeError, AttributeError):
+        except (msgspec.DecodeError, RecursionError, KeyError, IndexError, TypeError, AttributeError):
             return True
     return size_bytes < 8 + header_bytes + max(ends, default=0)
 
@@ -107,7 +107,7 @@ def _shards(index: Path) -> set[str]:
     try:
         content: Any = msgspec.json.decode(index.read_bytes())
         return set(content["weight_map"].values())
-    except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
+    except (msgspec.DecodeError, RecursionError, KeyError, TypeError, AttributeError):
         return set()
 
 

@@ -61,6 +61,16 @@ def break_index(model: Path) -> None:
     (model / "model.safetensors.index.json").write_text('{"weight_map": ')
 
 
+def nested_header(model: Path) -> None:
+    nested = b"[" * 100_000
+    (model / "model-2-of-2.safetensors").write_bytes(len(nested).to_bytes(8, "little") + nested)
+
+
+def nested_index(model: Path) -> None:
+    no_weights(model)
+    (model / "model.safetensors.index.json").write_text("[" * 100_000)
+
+
 def pipe_as_index(model: Path) -> None:
     (model / "model.safetensors.index.json").unlink()
     os.mkfifo(model / "model.safetensors.index.json")
@@ -91,6 +101,8 @@ def header_without_end(model: Path) -> None:
         (pipe_as_index, "model.safetensors.index.json is no ordinary file"),
         (device_as_weights, "model-1-of-2.safetensors is no ordinary file"),
         (lambda model: (model / "more.safetensors").mkdir(), "more.safetensors is no ordinary file"),
+        (nested_header, "model-2-of-2.safetensors ends too early"),
+        (nested_index, "is no index of weights"),
         (header_without_end, "model-2-of-2.safetensors ends too early"),
         (lambda model: (model / "tokenizer.json").symlink_to(model / "gone"), "tokenizer.json cannot be read"),
     ],

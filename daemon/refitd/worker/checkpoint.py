@@ -23,6 +23,8 @@ INDEX = "model.safetensors.index.json"
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100 << 20
 ALIGNMENT_BYTES = 256
+# What JSON that is none ends in: nested without end, too.
+UNREADABLE = (msgspec.MsgspecError, RecursionError)
 DTYPES: dict[str, DType] = {
     "F64": DType.FLOAT64,
     "F32": DType.FLOAT32,
@@ -37,6 +39,10 @@ DTYPES: dict[str, DType] = {
     "U8": DType.UINT8,
     "BOOL": DType.BOOL,
 }
+
+
+class _Config(msgspec.Struct, frozen=True):
+    architectures: list[str] | None = None
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -135,11 +141,11 @@ def check_architecture(directory: Path, served: Any) -> None:
     Names and shapes are not enough to tell: some architectures differ in what they compute alone.
     """
     try:
-        named = msgspec.json.decode((directory / "config.json").read_bytes()).get("architectures")
-    except (OSError, msgspec.DecodeError, AttributeError) as error:
+        named = msgspec.json.decode((directory / "config.json").read_bytes(), type=_Config).architectures
+    except (OSError, *UNREADABLE) as error:
         raise _invalid(f"{directory / 'config.json'} cannot be read: {error}") from error
     if named and served and named != list(served):
-        raise _invalid(f"{directory} is a {', '.join(map(str, named))}, the engine serves {', '.join(served)}")
+        raise _invalid(f"{directory} is a {', '.join(named)}, the engine serves {', '.join(served)}")
 
 
 def _files(directory: Path) -> Mapping[str, frozenset[str] | None]:
@@ -156,7 +162,7 @@ def _files(directory: Path) -> Mapping[str, frozenset[str] | None]:
 def _indexed(index: Path) -> Mapping[str, frozenset[str]]:
     try:
         content = msgspec.convert(msgspec.json.decode(index.read_bytes())["weight_map"], dict[str, str])
-    except (OSError, msgspec.MsgspecError, KeyError, TypeError) as error:
+    except (OSError, *UNREADABLE, KeyError, TypeError) as error:
         raise _invalid(f"{index} is no index of weights: {error}") from error
     if outside := [file for file in content.values() if file != Path(file).name]:
         raise _invalid(f"{index} names {outside[0]!r}, which is no file beside it")
@@ -185,7 +191,7 @@ def _header(file: Path, descriptor: int) -> tuple[int, dict[str, _Entry]]:
         content = msgspec.json.decode(os.pread(descriptor, length, LENGTH_BYTES), type=dict[str, msgspec.Raw])
         described = {name: raw for name, raw in content.items() if name != "__metadata__"}
         return LENGTH_BYTES + length, {name: msgspec.json.decode(raw, type=_Entry) for name, raw in described.items()}
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise _invalid(f"{file} is no safetensors file: {error}") from error
 
 
@@ -194,7 +200,10 @@ def _tensor(file: Path, name: str, entry: _Entry) -> TensorShape:
     if dtype is None:
         raise _invalid(f"{file}: {name} is of dtype {entry.dtype}, which cannot be read")
     tensor = TensorShape(name=name, dtype=dtype, shape=entry.shape)
-    check_shape(tensor)
+    try:
+        check_shape(tensor)
+    except ProtocolError as error:
+        raise _invalid(f"{file}: {error.message}") from error
     return tensor
 
 
