@@ -222,7 +222,8 @@ class Groups:
         member = body.member
         if not 0 < member.world_size <= MAX_RANKS or not 0 < len(member.group) <= MAX_NAME:
             raise _mismatch(
-                f"{member.world_size} ranks (of at most {MAX_RANKS}), name of {len(member.group)} characters"
+                f"a group has 1 to {MAX_RANKS} ranks and a name of 1 to {MAX_NAME} characters, "
+                f"not {member.world_size} and {len(member.group)}"
             )
         key = body.epoch, member.group
         group = self._groups.get(key)

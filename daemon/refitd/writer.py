@@ -52,11 +52,12 @@ class Writer:
         )
 
     def _stale(self, epoch: int) -> ProtocolError:
-        return ProtocolError(
-            ErrorCode.STALE_EPOCH,
-            f"epoch {epoch} is not the present writer's ({self.epoch}): acquire the role and open the source again",
-            epoch=self.epoch,
-        )
+        if epoch == self.epoch:
+            reason = f"epoch {epoch} is over, or another session's"
+        else:
+            reason = f"epoch {epoch} is not the present writer's ({self.epoch})"
+        message = f"{reason}: acquire the role and open the source again"
+        return ProtocolError(ErrorCode.STALE_EPOCH, message, epoch=self.epoch)
 
     def _step(self, event: WriterEvent) -> None:
         self.state = step(WRITER_TRANSITIONS, self.state, event)
