@@ -395,13 +395,15 @@ class Refit:
     async def abort(self, call: Call) -> AsyncIterator[Answer]:
         assert isinstance(call.body, AbortRefit)
         refit = self._refit_under_way(call.owner, call.body.epoch, call.body.refit)
-        await self._finish_even_if_cancelled(self._abort(refit, "the trainer aborted"))
+        if not await self._finish_even_if_cancelled(self._abort(refit, "the trainer aborted")):
+            raise _unknown_refit(refit.id)
         yield Answer(RefitAborted(refit=refit.id, state=self._gate.state, version=self._gate.version))
 
-    async def _abort(self, refit: BucketRefit, why: str) -> None:
+    async def _abort(self, refit: BucketRefit, why: str) -> bool:
+        """Whether there was anything to abort: it may have waited behind the end."""
         async with refit.order:
             if self._bucket_refit is not refit:
-                return
+                return False
             try:
                 answers = await self._engine.call_workers(
                     "refitd_abort", timeout_seconds=self._config.refit.deadline_seconds
@@ -412,6 +414,7 @@ class Refit:
             except ProtocolError as unreachable:
                 error = unreachable
             await self._end_bucket_refit(refit, error)
+            return True
 
     async def _abort_at_deadline(self, refit: BucketRefit) -> None:
         await asyncio.sleep(max(0.0, refit.ticket.remaining_seconds))

@@ -129,6 +129,18 @@ def test_a_bucket_behind_the_end_of_a_held_refit_is_refused(daemon: Daemon, trai
         assert aborted.state is EngineState.READY
 
 
+def test_what_was_committed_is_not_said_to_be_aborted(daemon: Daemon, trainer: Trainer) -> None:
+    """An abort that was sent behind the end comes too late."""
+    began = trainer.wire.ask(trainer.begin(), RefitBegan)
+    sent = trainer.post_all(began.refit)
+    trainer.wire.post(AbortRefit(epoch=trainer.epoch, refit=began.refit))
+    *_, committed, refused = [trainer.wire.receive().body for _ in range(sent + 1)]
+    assert isinstance(committed, RefitCommitted)
+    assert isinstance(refused, Failed)
+    assert refused.code is ErrorCode.UNKNOWN_REFIT
+    assert daemon.status().version == committed.report.version
+
+
 def test_nothing_can_come_again_that_never_came(daemon: Daemon, trainer: Trainer) -> None:
     """A refusal before anything is written, and the gate stays open."""
     with unharmed(daemon):
