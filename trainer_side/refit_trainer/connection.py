@@ -318,6 +318,8 @@ class Connection:
         return self._link
 
     async def _until_up(self) -> None:
+        if self._up.is_set():
+            return
         patience_seconds = self._options.patience_seconds
         try:
             async with asyncio.timeout(patience_seconds):

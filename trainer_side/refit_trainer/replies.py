@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Generic, Protocol, Self, TypeVar
 
 from refit_protocol.messages import GenerationFinished, GenerationStarted, ResolvedSampling
@@ -30,23 +31,46 @@ class Generations(Protocol):
 
 
 class TaskMailbox:
-    """For one consumer on the event loop that fills it."""
+    """For one consumer on the event loop that fills it, which waits for `wait_seconds` in all, from the first time on.
 
-    def __init__(self) -> None:
+    One timer serves all that: consumers wait once a token.
+    """
+
+    def __init__(self, wait_seconds: float) -> None:
+        self._wait_seconds = wait_seconds
         self._arrived: deque[Arrival] = deque()
-        self._filled = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._expired = False
 
     def put(self, arrival: Arrival) -> None:
         self._arrived.append(arrival)
-        self._filled.set()
+        self._wake()
 
-    async def get(self, timeout_seconds: float) -> Arrival:
+    async def get(self) -> Arrival:
         """Raises TimeoutError."""
-        if not self._arrived:
-            self._filled.clear()
-            async with asyncio.timeout(timeout_seconds):
-                await self._filled.wait()
+        while not self._arrived:
+            if self._expired:
+                raise TimeoutError
+            loop = asyncio.get_running_loop()
+            if self._timer is None:
+                self._timer = loop.call_later(max(self._wait_seconds, 0.0), self._expire)
+            self._waiter = loop.create_future()
+            await self._waiter
         return self._arrived.popleft()
+
+    def close(self) -> None:
+        """Nobody will wait any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _expire(self) -> None:
+        self._expired = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class ThreadMailbox:
@@ -79,7 +103,9 @@ class Collected(Generic[Item]):
     def take(self, arrival: Arrival) -> None:
         """Raises the error that ended the generation."""
         if isinstance(arrival, list):
-            self.ready.extend(item for item in map(self._convert, arrival) if item is not None)
+            for delta in arrival:
+                if (item := self._convert(delta)) is not None:
+                    self.ready.append(item)
         elif isinstance(arrival, GenerationStarted):
             self.resolved = arrival.resolved
         else:
@@ -98,7 +124,6 @@ class _Replies(Generic[Item]):
     def __init__(self, convert: Callable[[Delta], Item | None], deadline_seconds: float) -> None:
         self._collected = Collected(convert)
         self._deadline_seconds = deadline_seconds
-        self._give_up_at = time.monotonic() + deadline_seconds + GRACE_SECONDS
         self._abandon: Callable[[], object] | None = None
 
     @property
@@ -114,9 +139,6 @@ class _Replies(Generic[Item]):
         self._collected.ended = True
         if self._abandon is not None:
             self._abandon()
-
-    def _remaining_seconds(self) -> float:
-        return self._give_up_at - time.monotonic()
 
     def _timed_out(self) -> RequestTimedOut:
         self.close()
@@ -136,7 +158,7 @@ class AsyncReplies(_Replies[Item]):
         super().__init__(convert, deadline_seconds)
         self._generations = generations
         self._start = start
-        self._mailbox = TaskMailbox()
+        self._mailbox = TaskMailbox(deadline_seconds + GRACE_SECONDS)
         self._request: int | None = None
 
     def __aiter__(self) -> Self:
@@ -145,12 +167,13 @@ class AsyncReplies(_Replies[Item]):
     async def __anext__(self) -> Item:
         if self._request is None and not self._collected.ended:
             self._request = await self._start(self._mailbox)
-            self._abandon = _abandoner(self, asyncio.get_running_loop(), self._generations, self._request)
+            self._abandon = self._abandoner(self._request)
         while not self._collected.ready:
             if self._collected.ended:
+                self._mailbox.close()
                 raise StopAsyncIteration
             try:
-                self._collected.take(await self._mailbox.get(self._remaining_seconds()))
+                self._collected.take(await self._mailbox.get())
             except TimeoutError:
                 raise self._timed_out() from None
         return self._collected.ready.popleft()
@@ -159,6 +182,15 @@ class AsyncReplies(_Replies[Item]):
         """Ends the outputs that are not finished with `cancelled`; the iteration goes on to its end."""
         if self._request is not None and not self._collected.ended:
             await self._generations.cancel(self._request, timeout_seconds=GRACE_SECONDS)
+
+    def _abandoner(self, request: int) -> Callable[[], object]:
+        generations, mailbox = self._generations, self._mailbox
+
+        def abandon() -> None:
+            mailbox.close()
+            generations.abandon(request)
+
+        return _abandoner(self, asyncio.get_running_loop(), abandon)
 
     async def __aenter__(self) -> Self:
         return self
@@ -180,7 +212,8 @@ class Replies(_Replies[Item]):
         super().__init__(convert, deadline_seconds)
         self._generations, self._request, self._mailbox = generation
         self._loop = loop
-        self._abandon = _abandoner(self, loop, self._generations, self._request)
+        self._give_up_at = time.monotonic() + deadline_seconds + GRACE_SECONDS
+        self._abandon = _abandoner(self, loop, partial(self._generations.abandon, self._request))
 
     def __iter__(self) -> Self:
         return self
@@ -190,7 +223,7 @@ class Replies(_Replies[Item]):
             if self._collected.ended:
                 raise StopIteration
             try:
-                self._collected.take(self._mailbox.get(self._remaining_seconds()))
+                self._collected.take(self._mailbox.get(self._give_up_at - time.monotonic()))
             except TimeoutError:
                 raise self._timed_out() from None
         return self._collected.ready.popleft()
@@ -209,14 +242,14 @@ class Replies(_Replies[Item]):
 
 
 def _abandoner(
-    replies: _Replies[Item], loop: asyncio.AbstractEventLoop, generations: Generations, request: int
+    replies: _Replies[Item], loop: asyncio.AbstractEventLoop, abandon: Callable[[], None]
 ) -> Callable[[], object]:
     """Called by hand or by the garbage collector, in whatever thread, at most once."""
-    finalizer = weakref.finalize(replies, _abandon_on_loop, loop, generations, request)
+    finalizer = weakref.finalize(replies, _call_on_loop, loop, abandon)
     finalizer.atexit = False
     return finalizer
 
 
-def _abandon_on_loop(loop: asyncio.AbstractEventLoop, generations: Generations, request: int) -> None:
+def _call_on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
     if not loop.is_closed():
-        loop.call_soon_threadsafe(generations.abandon, request)
+        loop.call_soon_threadsafe(call)

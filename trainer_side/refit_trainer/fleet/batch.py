@@ -158,7 +158,7 @@ class Batch:
 
     async def _read(self, member: Member, part: Part) -> None:
         command, blobs = self._order.command(part, self._version, self._remaining_seconds)
-        mailbox = TaskMailbox()
+        mailbox = TaskMailbox(self._remaining_seconds + GRACE_SECONDS)
         connection = member.daemon.connection
         request = await member.daemon.send_generate(command, blobs, mailbox)
         self._asked[member, request] = part
@@ -175,11 +175,12 @@ class Batch:
                     self._take(member, part, arrival)
         finally:
             del self._asked[member, request]
+            mailbox.close()
             connection.abandon(request)
 
     async def _next(self, mailbox: TaskMailbox) -> Arrival:
         try:
-            return await mailbox.get(self._remaining_seconds + GRACE_SECONDS)
+            return await mailbox.get()
         except TimeoutError:
             raise RequestTimedOut("the batch did not end in time") from None
 
