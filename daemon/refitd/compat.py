@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import fields
 from typing import Any
@@ -281,6 +282,14 @@ def _eos_token_ids(llm: AsyncLLM) -> list[int]:
     if llm.tokenizer is not None and llm.tokenizer.eos_token_id is not None:
         ids.add(llm.tokenizer.eos_token_id)
     return sorted(int(token) for token in ids)
+
+
+def with_prompt(prepared: EngineCoreRequest, token_ids: list[int]) -> EngineCoreRequest:
+    """The same of another prompt, which has to be a valid one."""
+    request = copy.copy(prepared)
+    request.prompt_token_ids = token_ids
+    request.arrival_time = time.time()
+    return request
 
 
 def numbered(prepared: EngineCoreRequest, request_id: str, *, seed: int | None, cache_salt: str) -> EngineCoreRequest:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
+import msgspec
 import structlog
 
 from refit_protocol.awake import awake
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 # For an answer over a line: longer than a GPU takes to copy what it can hold. A CPU needs its cores for the copy.
 AWAKE_SECONDS = 0.025
+MAX_ACCEPTED = 256
 WORKER_EXTENSION = "refitd.worker.extension.RefitWorkerExtension"
 
 log = structlog.get_logger()
@@ -82,6 +84,17 @@ class Adapter:
     name: str
     id: int
     directory: Path
+
+
+@dataclass(frozen=True)
+class RequestKind:
+    """All that vLLM looks at in a request besides its prompt; `sampling` is encoded."""
+
+    sampling: bytes
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    priority: int
+    adapter: Adapter | None
 
 
 class WorkerError(ProtocolError):
@@ -143,6 +156,7 @@ class Engine:
         self.on_death: Callable[[BaseException], None] = lambda _error: None
         self._dead = False
         self._waiting: set[asyncio.Timeout] = set()
+        self._accepted: dict[RequestKind, PreparedRequest] = {}
 
     @property
     def llm(self) -> StampedLLM:
@@ -298,14 +312,26 @@ class Engine:
         priority: int,
         adapter: Adapter | None = None,
     ) -> PreparedRequest:
-        """A prompt in vLLM's form, to be submitted once per output. Raises `invalid_sampling` with vLLM's reason."""
+        """A prompt in vLLM's form, to be submitted once per output. Raises `invalid_sampling` with vLLM's reason.
+
+        What vLLM has accepted once it accepts again: most requests of a trainer differ in nothing but the prompt, which
+        `prompts` has checked.
+        """
         from refitd import compat
 
+        kind = RequestKind(msgspec.msgpack.encode(sampling), max_tokens, tuple(stop_token_ids), priority, adapter)
+        accepted = self._accepted.get(kind)
+        if accepted is not None:
+            return compat.with_prompt(accepted, token_ids)
         try:
             params = compat.vllm_sampling_params(sampling, max_tokens=max_tokens, stop_token_ids=stop_token_ids)
-            return self.llm.prepare(token_ids, params, priority=priority, adapter=adapter)
+            prepared = self.llm.prepare(token_ids, params, priority=priority, adapter=adapter)
         except compat.REFUSALS as error:
             raise ProtocolError(ErrorCode.INVALID_SAMPLING, str(error)) from None
+        if len(self._accepted) == MAX_ACCEPTED:
+            self._accepted.clear()
+        self._accepted[kind] = compat.with_prompt(prepared, [])
+        return prepared
 
     def numbered(
         self, prepared: PreparedRequest, request_id: str, *, seed: int | None, version: int
