@@ -10,12 +10,14 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import torch
 import uvloop
 from scripts.benches.figures import Figure, at_least, at_most
@@ -34,7 +36,23 @@ SHAPE = {"num_hidden_layers": 4, "head_dim": 64}
 FIRST_TOKEN_ROUNDS = 200
 
 Seconds = dict[str, float]
-Way = Callable[[int, int], Seconds]
+
+
+@dataclass(frozen=True)
+class Way:
+    """Has so many streams of so many tokens; `front_ends` are the processes that hand them on, the reader included."""
+
+    run: Callable[[int, int], Seconds]
+    front_ends: Sequence[psutil.Process]
+
+    def round(self, streams: int, tokens: int) -> Seconds:
+        before = self._cpu_seconds()
+        seconds = self.run(streams, tokens)
+        return {**seconds, "cpu_seconds": self._cpu_seconds() - before}
+
+    def _cpu_seconds(self) -> float:
+        times = [process.cpu_times() for process in self.front_ends]
+        return sum(each.user + each.system for each in times)
 
 
 def measure() -> Iterator[Figure]:
@@ -50,14 +68,33 @@ def measure() -> Iterator[Figure]:
         http = stack.enter_context(http_peer(model, options))
         process = stack.enter_context(running_daemon(model, directory / "run", *daemon_settings(options)))
         http.wait_healthy()
+        in_process.round(1, 1)
         daemon = runner.run(_connected(process.endpoint))
         stack.callback(lambda: runner.run(daemon.close()))
-        ways: dict[str, Way] = {
-            "in-process": in_process.round,
-            "daemon": lambda streams, tokens: runner.run(_daemon_round(daemon, streams, tokens)),
-            "http": lambda streams, tokens: runner.run(_http_round(http.url, model, streams, tokens)),
+        own = psutil.Process()
+        ways = {
+            "in-process": Way(in_process.round, _front_ends(in_process.pid)),
+            "daemon": Way(
+                lambda streams, tokens: runner.run(_daemon_round(daemon, streams, tokens)),
+                [own, *_front_ends(process.process.pid)],
+            ),
+            "http": Way(
+                lambda streams, tokens: runner.run(_http_round(http.url, model, streams, tokens)),
+                [own, *_front_ends(http.process.pid)],
+            ),
         }
         yield from _figures(ways)
+
+
+def _front_ends(pid: int) -> list[psutil.Process]:
+    """That process and its children, but for vLLM's engine, which is the same behind all."""
+    root = psutil.Process(pid)
+    return [root, *(child for child in root.children(recursive=True) if not _is_engine(child))]
+
+
+def _is_engine(process: psutil.Process) -> bool:
+    """vLLM spawns its engine, and names the process where it can."""
+    return process.name().startswith("VLLM::") or "spawn_main" in " ".join(process.cmdline())
 
 
 def daemon_settings(options: Mapping[str, Any]) -> list[str]:
@@ -80,7 +117,8 @@ def _figures(ways: dict[str, Way]) -> Iterator[Figure]:
     rounds = _interleaved(ways, ROUNDS, STREAMS, TOKENS)
     rates = {name: [STREAMS * TOKENS / seconds["seconds"] for seconds in taken] for name, taken in rounds.items()}
     for name, values in rates.items():
-        yield Figure(f"{name.replace('-', '_')}_tokens_per_second", statistics.median(values), "tokens/s")
+        yield Figure(f"{_figure_name(name)}_tokens_per_second", statistics.median(values), "tokens/s")
+    yield from _cpu_figures(rounds)
     daemon = statistics.median(rates["daemon"])
     for figure, peer, limit in (("stream_vs_inprocess", "in-process", 0.97), ("stream_vs_http", "http", 2.0)):
         yield at_least(figure, daemon, "tokens/s", limit, ratio=_ratio(rates["daemon"], rates[peer]))
@@ -94,6 +132,20 @@ def _figures(ways: dict[str, Way]) -> Iterator[Figure]:
     yield at_most("ttft_over_inprocess_ms", statistics.median(over) * 1e3, "ms", 1.0)
 
 
+def _cpu_figures(rounds: dict[str, list[Seconds]]) -> Iterator[Figure]:
+    """What each way costs besides the engine: this is what decides where the engine is faster than here."""
+    microseconds = {
+        name: [seconds["cpu_seconds"] * 1e6 / (STREAMS * TOKENS) for seconds in taken] for name, taken in rounds.items()
+    }
+    for name, values in microseconds.items():
+        ratio = _ratio(values, microseconds["in-process"])
+        yield Figure(f"{_figure_name(name)}_cpu_per_token", statistics.median(values), "us", ratio)
+
+
+def _figure_name(way: str) -> str:
+    return way.replace("-", "_")
+
+
 def _ratio(values: list[float], reference: list[float]) -> float:
     """Of each round by itself: neighbours in time had the same machine."""
     return statistics.median(value / other for value, other in zip(values, reference, strict=True))
@@ -102,10 +154,10 @@ def _ratio(values: list[float], reference: list[float]) -> float:
 def _interleaved(ways: dict[str, Way], rounds: int, streams: int, tokens: int) -> dict[str, list[Seconds]]:
     taken: dict[str, list[Seconds]] = {name: [] for name in ways}
     for way in ways.values():
-        way(streams, tokens)
+        way.round(streams, tokens)
     for _ in range(rounds):
         for name, way in ways.items():
-            taken[name].append(way(streams, tokens))
+            taken[name].append(way.round(streams, tokens))
     return taken
 
 

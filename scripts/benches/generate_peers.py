@@ -63,12 +63,13 @@ def in_process_peer(model: Path, options: Mapping[str, Any]) -> Iterator[InProce
     with _child(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdin is not None
         assert child.stdout is not None
-        yield InProcessPeer(child.stdin, child.stdout)
+        yield InProcessPeer(child.pid, child.stdin, child.stdout)
         child.stdin.close()
 
 
 class InProcessPeer:
-    def __init__(self, orders: IO[bytes], answers: IO[bytes]) -> None:
+    def __init__(self, pid: int, orders: IO[bytes], answers: IO[bytes]) -> None:
+        self.pid = pid
         self._orders, self._answers = orders, answers
 
     def round(self, streams: int, tokens: int) -> dict[str, float]:
