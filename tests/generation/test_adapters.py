@@ -180,12 +180,14 @@ def _narrowed(weights: Weights) -> Weights:
         lambda path, weights: write_adapter(path, _narrowed(weights)),
         lambda path, weights: write_adapter(path, _halved(weights)),
         lambda path, _: write_adapter(path, {"base_model.model.x.lora_A.weight": torch.ones(4, 4)}),
+        lambda path, weights: write_adapter(path, {name: tensor / 0 for name, tensor in weights.items()}),
     ],
 )
 def test_what_is_no_adapter_of_this_model_is_refused(
     daemon: Daemon, one: Weights, tmp_path: Path, spoil: Callable[[Path, Weights], object]
 ) -> None:
-    """Missing, broken, of too high a rank, of other shapes, for modules that are not there; all goes on as before."""
+    """Missing, broken, of too high a rank, of other shapes, for modules that are not there, not finite; all goes on as
+    before."""
     path = write_adapter(tmp_path / "spoilt", one)
     spoil(path, one)
     two = ids(daemon, "two")

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.tensors import TensorShape
 from refitd.worker.checkpoint import Checkpoint
@@ -26,6 +28,7 @@ def load_adapter(
     try:
         with Checkpoint(Path(directory)) as files:
             check_shapes(files.tensors, expected)
+        check_finite(Path(directory))
         model_runner.add_lora(LoRARequest(name, number, directory))
     # Files of somebody else's making: vLLM and its readers raise whatever comes to them.
     except Exception as error:
@@ -34,6 +37,15 @@ def load_adapter(
         raise ProtocolError(ErrorCode.INVALID_ADAPTER, f"adapter {name!r}: {reason}") from error
     manager = model_runner.lora_manager._adapter_manager
     return sorted(module for module in manager.get_adapter(number).loras if module not in manager.modules)
+
+
+def check_finite(directory: Path) -> None:
+    """Raises ValueError for NaN and infinity, which would lie in the KV cache for whoever gets the blocks next."""
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+                if not tensors.get_tensor(name).float().isfinite().all():
+                    raise ValueError(f"{name} is not finite")
 
 
 def check_shapes(adapter: Mapping[str, TensorShape], expected: Mapping[str, Expected]) -> None:
