@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from refit_protocol.broadcast import BroadcastLayout
 from refit_protocol.tensors import ITEM_BYTES, check_pieces
 from refit_trainer import LayoutMismatch
 from refit_trainer.layouts import layout_of
-from refit_trainer.packing import copy_range, pack
+from refit_trainer.packing import copy_range, pack, pack_broadcasts
 
 
 def buckets_of(size_bytes: int) -> list[torch.Tensor]:
@@ -142,3 +143,32 @@ def test_missing_tensors_are_listed() -> None:
     with pytest.raises(LayoutMismatch, match="ended without second: pass specs=") as caught:
         list(pack(iter([("first", torch.ones(4))]), announced, buckets_of(1024), 10))
     assert caught.value.details == {"missing": ["second"]}
+
+
+def test_broadcasts_take_the_next_buffer_only_where_something_is_packed() -> None:
+    """Large contiguous tensors are sent from where they lie, so what is packed behind them finds the buffer that was
+    used last but one; every byte is the tensors'."""
+    wide = torch.arange(64, dtype=torch.float32).reshape(8, 8)
+    tensors = {
+        "small": torch.ones(3),
+        "beside": torch.ones(2),
+        "large": torch.randn(64),
+        "turned": wide.t(),
+        "another": torch.randn(150),
+        "tail": torch.full((2,), 7.0),
+        "end": torch.full((1,), 8.0),
+    }
+    buffers = buckets_of(256)
+    layout = BroadcastLayout(tuple(layout_of(tensors.items()).values()), 256)
+    came: dict[str, list[torch.Tensor]] = {name: [] for name in tensors}
+    used: list[int] = []
+    packed = pack_broadcasts(iter(tensors.items()), layout, buffers)
+    for broadcast, sent in zip(layout.broadcasts, packed, strict=True):
+        inside = [sent.view.data_ptr() == buffer.data_ptr() for buffer in buffers]
+        assert sent.in_buffer is any(inside)
+        used += [inside.index(True)] if sent.in_buffer else []
+        for piece in broadcast.pieces:
+            view = sent.view[piece.offset_bytes : piece.offset_bytes + piece.count * 4]
+            came[piece.name].append(view.view(torch.float32).clone())
+    assert used == [0, 1, 0]
+    assert all(torch.equal(torch.cat(came[name]), tensor.flatten()) for name, tensor in tensors.items())

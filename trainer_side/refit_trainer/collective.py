@@ -75,8 +75,8 @@ class Broadcaster:
         try:
             yield refit.begin(layout.tensors, options, partial=only is not None)
             with closing(self.group.sending(packed, layout)) as sending:
-                for _ in sending:
-                    yield refit.pause(self.group.turn_seconds)
+                for seconds in sending:
+                    yield refit.pause(seconds)
             report: RefitReport = yield refit.finish()
         except BaseException as error:
             if refit.is_under_way:

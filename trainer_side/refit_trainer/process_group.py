@@ -40,10 +40,10 @@ TIMEOUT_SECONDS = 60.0
 
 _BUFFERS = 2
 _CLOSE_SECONDS = 2.0
-# A piece over NVLink takes less than a change of threads: so long nobody else is given a turn. Over gloo it takes long,
-# and whoever looks often takes from the cores that carry it.
-_BRIEF_SECONDS: dict[GroupBackend, float] = {"gloo": 0.0, "nccl": 0.001}
-_BRIEF_PAUSE_SECONDS = 0.00005
+# A piece over NVLink takes less than a change of threads: so long this one stays awake. Over gloo it takes long, and
+# whoever looks often takes from the cores that carry it.
+_AWAKE_SECONDS: dict[GroupBackend, float] = {"gloo": 0.0, "nccl": 0.002}
+_LOOK_SECONDS = 0.001
 _TURN_SECONDS: dict[GroupBackend, float] = {"gloo": 0.008, "nccl": 0.002}
 # NCCL's own watchdog would end the trainer's process; every wait here is bounded without it.
 _NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
@@ -219,25 +219,23 @@ class BroadcastGroup:
             )
         return named_pairs(weights), BroadcastLayout(tuple(specs), self.terms.bucket_bytes)
 
-    @property
-    def turn_seconds(self) -> float:
-        """How long whoever walks `sending` may rest when it yields."""
-        return _TURN_SECONDS[self.terms.backend]
-
     def packed(self, tensors: Iterator[NamedTensor], layout: BroadcastLayout) -> Iterator[PackedBroadcast]:
         """What `sending` sends, packed on the calling thread and its stream."""
         self._check_open()
         return pack_broadcasts(tensors, layout, self._buffers)
 
-    def sending(self, packed: Iterator[PackedBroadcast], layout: BroadcastLayout) -> Generator[None]:
-        """Broadcasts what is packed while the next pieces are; yields whenever there is nothing to do but wait.
+    def sending(self, packed: Iterator[PackedBroadcast], layout: BroadcastLayout) -> Generator[float]:
+        """Broadcasts what is packed while the next pieces are; where there is nothing to do but wait it yields for how
+        many seconds.
 
         Raises `RefitdError` with `collective_failed`. Leaving it early, or any error, breaks the group.
         """
         with self._breaking(), _typed():
             receivers = [rank for rank in range(self.terms.world_size) if rank != SOURCE_RANK]
             self._rendezvous.begin_refit()
-            yield from self._until(lambda: self._rendezvous.all_ready(receivers, layout.fingerprint), "workers ready")
+            yield from self._until(
+                lambda: self._rendezvous.all_ready(receivers, layout.fingerprint), "workers ready", _LOOK_SECONDS
+            )
             posted: deque[tuple[Any, PackedBroadcast]] = deque()
             for broadcast in packed:
                 posted.append((self._post(broadcast.view), broadcast))
@@ -278,12 +276,13 @@ class BroadcastGroup:
         """Whether the next piece might be packed over one that is being sent, or keep more of an iterator's tensors
         alive than the buffers hold."""
         in_buffers = sum(each.in_buffer for each in under_way)
-        return in_buffers == _BUFFERS or sum(each.view.nbytes for each in under_way) > self.terms.bucket_bytes
+        under_way_bytes = sum(each.view.nbytes for each in under_way)
+        return in_buffers == _BUFFERS or under_way_bytes >= _BUFFERS * self.terms.bucket_bytes
 
-    def _wait(self, steps: Iterable[None]) -> None:
-        """Takes steps where nobody else has a use for this thread."""
+    def _wait(self, steps: Iterable[float]) -> None:
+        """Takes the steps, looking more often than it has to."""
         for _ in steps:
-            time.sleep(self.turn_seconds / 10)
+            time.sleep(_LOOK_SECONDS)
 
     def _post(self, view: torch.Tensor) -> Any:
         options = BroadcastOptions()
@@ -291,24 +290,24 @@ class BroadcastGroup:
         options.timeout = timedelta(seconds=self._timeout_seconds)
         return self._group.broadcast([view], options)
 
-    def _ended(self, work: Any) -> Iterator[None]:
-        yield from self._until(work.is_completed, "a broadcast received")
+    def _ended(self, work: Any) -> Iterator[float]:
+        yield from self._until(work.is_completed, "a broadcast received", _TURN_SECONDS[self.terms.backend])
         try:
             work.wait()
         except RuntimeError as error:
             raise collective_failed(f"the broadcast broke off: {first_line(error)}") from None
 
-    def _until(self, condition: Callable[[], bool], what: str) -> Iterator[None]:
+    def _until(self, condition: Callable[[], bool], what: str, pause_seconds: float) -> Iterator[float]:
         began = time.monotonic()
-        brief_seconds = _BRIEF_SECONDS[self.terms.backend]
+        awake_seconds = _AWAKE_SECONDS[self.terms.backend]
         while not condition():
             waited_seconds = time.monotonic() - began
             if waited_seconds > self._timeout_seconds:
                 raise collective_failed(f"no {what} within {self._timeout_seconds:g} s")
-            if waited_seconds < brief_seconds:
-                time.sleep(_BRIEF_PAUSE_SECONDS)
+            if waited_seconds < awake_seconds:
+                time.sleep(0)
             else:
-                yield
+                yield pause_seconds
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:

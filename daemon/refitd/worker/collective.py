@@ -41,8 +41,9 @@ logger = logging.getLogger(__name__)
 
 BUFFERS = 2
 _CONNECT_PAUSE_SECONDS = 0.05
-_FIRST_PAUSE_SECONDS = 0.00005
-_LAST_PAUSE_SECONDS = 0.001
+# A piece over NVLink takes less than falling asleep and waking up.
+_AWAKE_SECONDS = 0.002
+_PAUSE_SECONDS = 0.001
 _LOOK_SECONDS = 0.1
 # NCCL's own watchdog would end the engine's process; every wait here is bounded without it.
 _NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
@@ -126,13 +127,12 @@ def _waited(work: Any, seconds: float) -> bool:
 
 def _polled(work: Any, seconds: float) -> bool:
     """NCCL's would have the stream wait instead, and nobody could end that."""
-    until = time.monotonic() + seconds
-    pause = _FIRST_PAUSE_SECONDS
+    began = time.monotonic()
     while not work.is_completed():
-        if time.monotonic() > until:
+        waited_seconds = time.monotonic() - began
+        if waited_seconds > seconds:
             return False
-        time.sleep(pause)
-        pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+        time.sleep(0 if waited_seconds < _AWAKE_SECONDS else _PAUSE_SECONDS)
     return True
 
 
