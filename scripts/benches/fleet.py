@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from scripts.benches.figures import Figure, at_most
 from scripts.benches.refit import ONE_GIGABYTE, interleaved, unwritten_model
-from tests.daemon_process import start_daemon
+from tests.daemon_process import DaemonProcess, start_daemon
 from transformers import PreTrainedModel, Qwen3Config
 
 from refit_trainer import Fleet, share_parameters
@@ -35,22 +35,43 @@ def measure() -> Iterator[Figure]:
             stack.callback(daemon.stop)
         for daemon in daemons:
             daemon.wait_ready()
-        endpoints = [daemon.endpoint for daemon in daemons]
-        yield from _figures(_seconds(model, endpoints), sum(parameter.nbytes for parameter in model.parameters()))
+        copies = _copies(model)
+        # One after the other: there is one writer at a time.
+        clients = _of_clients(model, daemons, copies)
+        seconds = _of_fleet(model, [daemon.endpoint for daemon in daemons], copies)
+        yield from _figures(seconds, sum(parameter.nbytes for parameter in model.parameters()))
+        added = seconds["three"] / seconds["memcpy_three"] / (clients["three"] / clients["memcpy_three"])
+        # The same three refits at the same time, by three clients that know nothing of each other.
+        yield at_most("fleet3_vs_three_clients", clients["three"] * 1e3, "ms", 1.3, ratio=added)
 
 
-def _seconds(model: PreTrainedModel, endpoints: list[str]) -> dict[str, float]:
-    """Median of each way; one round of all after another, so that noise hits all alike."""
+def _copies(model: PreTrainedModel) -> dict[str, Callable[[], object]]:
+    """Plain ones, of which each run has its own: noise is not the same in two runs."""
     source = torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
     targets = [torch.empty_like(source) for _ in range(DAEMONS)]
-    with ThreadPoolExecutor(DAEMONS) as threads, Fleet.connect(endpoints) as fleet:
-        ways: dict[str, Callable[[], object]] = {
-            "memcpy": lambda: _copy(source, targets[0]),
-            "memcpy_three": lambda: [*threads.map(lambda target: _copy(source, target), targets)],
-            "single": lambda: _refit_of_one(fleet, model, endpoints),
-            "three": lambda: fleet.refit(model),
-        }
-        return interleaved(ways)
+
+    def three() -> None:
+        with ThreadPoolExecutor(DAEMONS) as threads:
+            [*threads.map(lambda target: _copy(source, target), targets)]
+
+    return {"memcpy": lambda: _copy(source, targets[0]), "memcpy_three": three}
+
+
+def _of_clients(
+    model: PreTrainedModel, daemons: list[DaemonProcess], copies: dict[str, Callable[[], object]]
+) -> dict[str, float]:
+    with ExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor(DAEMONS))
+        clients = [stack.enter_context(daemon.connect()) for daemon in daemons]
+        return interleaved({**copies, "three": lambda: [*threads.map(lambda each: each.refit(model), clients)]})
+
+
+def _of_fleet(
+    model: PreTrainedModel, endpoints: list[str], copies: dict[str, Callable[[], object]]
+) -> dict[str, float]:
+    with Fleet.connect(endpoints) as fleet:
+        ways = {"single": lambda: _refit_of_one(fleet, model, endpoints), "three": lambda: fleet.refit(model)}
+        return interleaved({**copies, **ways})
 
 
 def _figures(seconds: dict[str, float], total_bytes: int) -> Iterator[Figure]:
