@@ -74,6 +74,7 @@ from refitd.sessions import Sessions
 
 LOAD_EXTENSION_SECONDS = 3600.0
 LAST_REPLIES_SECONDS = 2.0
+STATUS_AFTER_SECONDS = 0.002
 # States in which no answer of the engine is expected: it is not there yet, or a refit with its own deadline holds it.
 BUSY_BY_ITSELF = frozenset(
     {EngineState.UNLOADED, EngineState.LOADING, EngineState.REFITTING, EngineState.RESTORING, EngineState.DEAD}
@@ -171,6 +172,7 @@ class App:
         self._notifier = notifier
         self._reload = reload
         self._stop = asyncio.Event()
+        self._status_due: asyncio.TimerHandle | None = None
         self._stop_now = asyncio.Event()
         self._death: BaseException | None = None
         self._load_failure: Exception | None = None
@@ -272,7 +274,7 @@ class App:
         if self._config.defer_load:
             self.lifecycle.on_failed = self._load_failed
         self.lifecycle.generated_tokens = lambda: self.generation.generated_tokens
-        self.gate.on_change = lambda _state: self._say_status()
+        self.gate.on_change = lambda _state: self._say_status_soon()
         observe(self.metrics, self)
 
     def _load_failed(self, error: Exception) -> None:
@@ -448,7 +450,13 @@ class App:
 
     # --- what the operator sees ---------------------------------------------------------------------------------------
 
+    def _say_status_soon(self) -> None:
+        """A moment later: a refit changes the state twice, and the trainer waits for its answer."""
+        if self._status_due is None:
+            self._status_due = asyncio.get_running_loop().call_later(STATUS_AFTER_SECONDS, self._say_status)
+
     def _say_status(self) -> None:
+        self._status_due = None
         self._notifier.status(self._status_text())
 
     def _status_text(self) -> str:

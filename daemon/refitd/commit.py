@@ -268,7 +268,7 @@ class Commit:
 
     async def _quiesce(self, ticket: Ticket) -> bool:
         """Deals with requests in flight; returns whether the engine was frozen (an idle one needs not)."""
-        if ticket.policy == "finish":
+        if ticket.policy == "finish" and self._gate.running:
             await ticket.wait(self._gate.until_idle(ticket.remaining_seconds))
         elif ticket.policy == "abort":
             await self.abort_requests(None)
