@@ -90,6 +90,20 @@ class Ticket:
         return max(0.001, self.started + self.deadline_seconds - time.monotonic())
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """What the kept weights were when they were committed; no digest where nobody asked for one."""
+
+    digest: str | None
+    mode: AttestMode
+
+    def check(self, restored: str | None) -> None:
+        """Raises `attest_failed`."""
+        if self.digest is not None and restored != self.digest:
+            message = f"the weights that were put back have digest {restored}, those committed had {self.digest}"
+            raise ProtocolError(ErrorCode.ATTEST_FAILED, message)
+
+
 class Commit:
     """The only code that moves the engine between two versions."""
 
@@ -102,6 +116,7 @@ class Commit:
         self.digest: str | None = None
         self.digest_mode: AttestMode = "sampled"
         self.restorable_version: int | None = None
+        self._kept = _Kept(None, "off")
         self.last_report: RefitReport | None = None
         self.abort_requests: Callable[[ErrorCode | None], Awaitable[None]] = _nothing_to_abort
         self.on_committed: Callable[[RefitReport], None] = lambda _report: None
@@ -246,14 +261,18 @@ class Commit:
 
     async def _restore(self) -> None:
         """Requests wait meanwhile; if it fails the weights are torn for good."""
+        mode: AttestMode = "sampled" if self._kept.mode == "off" else self._kept.mode
         try:
-            answers = await self._engine.call_workers("refitd_restore", timeout_seconds=self._config.deadline_seconds)
+            answers = await self._engine.call_workers(
+                "refitd_restore", mode, timeout_seconds=self._config.deadline_seconds
+            )
+            digest = combine_digests(answers)
+            self._kept.check(digest)
         except BaseException:
             if self._gate.state is not EngineState.DEAD:
                 self._gate.step(EngineEvent.RESTORE_FAILED)
             raise
-        self.digest = combine_digests(answers)
-        self.digest_mode = "sampled"
+        self.digest, self.digest_mode = digest, mode
         self._gate.refit_ended(EngineEvent.RESTORED)
         self.on_restored()
         log.info("weights restored", version=self._gate.version, digest=self.digest)
@@ -344,6 +363,7 @@ class Commit:
         await self._engine.call_workers(
             "refitd_keep_last", "host", timeout_seconds=self._config.deadline_seconds, direct=True
         )
+        self._kept = _Kept(self.digest, self.digest_mode)
         self.restorable_version = self._gate.version
 
 

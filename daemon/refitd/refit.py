@@ -426,11 +426,19 @@ class Refit:
             return
         self._bucket_refit = None
         refit.unwatch()
+        if error is not None and refit.reception == "under way":
+            await self._end_reception(refit)
         assert refit.window is not None
         swallowed = await refit.window.__aexit__(type(error) if error else None, error, None)
         assert not swallowed
-        if error is not None and refit.reception == "under way":
+
+    async def _end_reception(self, refit: BucketRefit) -> None:
+        """Before the window is left: the next broadcast may be arriving in the very parameters that are put back."""
+        try:
             await self._sources.close(refit.source)
+        # The window knows what to do: the engine is dead, or its workers refuse to put anything back.
+        except ProtocolError as failure:
+            log.error("the broadcasts could not be ended", refit=refit.id, reason=failure.message)
 
     # --- from disk ----------------------------------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ from refit_protocol.rendezvous import (
 )
 from refitd.worker.buckets import Announcement, BucketRefit, BucketSource
 from refitd.worker.copies import Copy
+from refitd.worker.group_end import GroupEnd
 from refitd.worker.sources import Segments
 from refitd.worker.weights import EngineWeights
 
@@ -67,11 +68,18 @@ class BroadcastGroup:
     """The receiving end of a process group that belongs to nobody else."""
 
     def __init__(
-        self, group: Any, store: Store, rendezvous: Rendezvous, terms: GroupTerms, timeout_seconds: float
+        self,
+        group: Any,
+        store: Store,
+        rendezvous: Rendezvous,
+        terms: GroupTerms,
+        device: torch.device,
+        timeout_seconds: float,
     ) -> None:
         self._group = group
         self._store = store
         self._rendezvous = rendezvous
+        self._device = device
         self._timeout_seconds = timeout_seconds
         self._lookout: Lookout | None = None
         self.terms = terms
@@ -108,12 +116,12 @@ class BroadcastGroup:
         except RuntimeError as error:
             raise collective_failed(f"the trainer's broadcast broke off: {first_line(error)}") from None
 
-    def close(self) -> None:
-        """Lets go of sockets and threads in the background: what is still under way ends within the timeout."""
+    def close(self, posted: Sequence[Any] = ()) -> GroupEnd:
+        """Leaves the group, in the background; the end of what is `posted` can be waited for."""
         self.end()
         held = [self._group, self._store, self._rendezvous]
         del self._group, self._store, self._rendezvous
-        threading.Thread(target=_drop, args=(held, self.terms.backend), name="refit-group-end", daemon=True).start()
+        return GroupEnd(self.terms.backend, held, posted, self._device)
 
 
 def _waited(work: Any, seconds: float) -> bool:
@@ -225,6 +233,7 @@ class CollectiveSource(BucketSource):
         super().__init__(Segments.around([OwnBuffer(buffer) for buffer in self._buffers]), planned)
         self.group = group
         self.reception: Reception | None = None
+        self.ending: GroupEnd | None = None
         self._layout = BroadcastLayout((), size_bytes)
 
     def begin(self, weights: EngineWeights, refit: BucketRefit) -> Reception:
@@ -238,8 +247,10 @@ class CollectiveSource(BucketSource):
         return self.reception
 
     def close(self) -> None:
+        """The end of what is being received can be waited for: `ending`."""
+        posted = [] if self.reception is None else self.reception.posted
         self.reception = None
-        self.group.close()
+        self.ending = self.group.close(posted)
         super().close()
 
     def _place(self, weights: EngineWeights, announced: Announcement, broadcast: Broadcast) -> torch.Tensor | None:
@@ -284,6 +295,11 @@ class Reception:
     @property
     def is_complete(self) -> bool:
         return self._number == len(self._broadcasts)
+
+    @property
+    def posted(self) -> list[Any]:
+        """Broadcasts that are being received, perhaps into the engine's memory."""
+        return [work for work in self._posted if work is not None]
 
     def arrivals(self, seconds: float, timeout_seconds: float) -> Iterator[Callable[[], None]]:
         """For about `seconds`, what to do with each broadcast that has come; from the first one on the engine's memory
@@ -357,7 +373,7 @@ def _joined(where: GroupAddress, device: torch.device, stopped: threading.Event)
     _check_terms(terms, where, device, rendezvous)
     prefixed = PrefixStore("group", store)
     made = _gloo(prefixed, where, interface, timeout) if terms.backend == "gloo" else _nccl(prefixed, where)
-    group = BroadcastGroup(made, store, rendezvous, terms, where.timeout_seconds)
+    group = BroadcastGroup(made, store, rendezvous, terms, device, where.timeout_seconds)
     _greet(group, device, give_up_at - time.monotonic())
     return group
 
@@ -438,9 +454,3 @@ def _buffer(size_bytes: int, device: torch.device) -> torch.Tensor:
     except RuntimeError as error:
         message = f"no room for {BUFFERS} staging buffers of {size_bytes} bytes in the engine: {first_line(error)}"
         raise ProtocolError(ErrorCode.MEMORY_UNAVAILABLE, message) from None
-
-
-def _drop(held: list[Any], backend: GroupBackend) -> None:
-    if backend == "nccl":
-        held[0].abort()
-    held.clear()

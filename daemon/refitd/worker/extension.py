@@ -16,6 +16,7 @@ import torch
 
 from refit_protocol.digest import DigestMode, combine_parts
 from refit_protocol.errors import ErrorCode, ProtocolError
+from refit_protocol.rendezvous import collective_failed
 from refit_protocol.tensors import BucketPiece, Segment, SourceTensor, TensorShape
 from refitd.worker import commit
 from refitd.worker.adapters import load_adapter
@@ -27,6 +28,7 @@ from refitd.worker.collective import CollectiveSource, GroupAddress, Joining
 from refitd.worker.commit import Attest, Clock
 from refitd.worker.cpu_patches import apply_cpu_patches
 from refitd.worker.digest import DigestReader
+from refitd.worker.group_end import GroupEnd
 from refitd.worker.keep import Keeper
 from refitd.worker.line import open_line
 from refitd.worker.loader_progress import watch_loader
@@ -41,6 +43,8 @@ from refitd.worker.weights import EngineWeights
 KEEP_TIMEOUT_SECONDS = 60.0
 # How long one call receives broadcasts before it shows that the engine is alive.
 RECEIVE_SECONDS = 0.2
+# How long the end of broadcasts that were broken off is waited for.
+END_SECONDS = 10.0
 
 apply_cpu_patches()
 watch_loader()
@@ -56,14 +60,19 @@ class _State:
         self.refit: BucketRefit | None = None
         self.keeper = Keeper()
         self.wrote = False
+        self._endings: list[GroupEnd] = []
         self._digests = DigestReader(weights)
 
     def before_write(self) -> None:
-        """Whoever still reads the weights as they are is waited for."""
-        self.wait_for_readers()
+        """Whoever still reads the weights as they are, or writes them, is waited for."""
+        self.wait_for_others()
         self.wrote = True
 
-    def wait_for_readers(self) -> None:
+    def wait_for_others(self) -> None:
+        """Raises `collective_failed` where the broadcasts of a refit that failed may still arrive."""
+        self._endings = [end for end in self._endings if not end.wait(END_SECONDS)]
+        if self._endings:
+            raise collective_failed("broadcasts of an earlier refit could not be ended, and may still be written")
         self.keeper.wait(KEEP_TIMEOUT_SECONDS)
         if self.weights.device.type == "cuda":
             # The last step of the engine, on whichever of its streams.
@@ -112,6 +121,8 @@ class _State:
         if self.refit is not None and self.refit.source is source:
             self.refit = None
         source.close()
+        if isinstance(source, CollectiveSource) and source.ending is not None:
+            self._endings += [] if source.ending.wait(END_SECONDS) else [source.ending]
         return True
 
     def digest(self, mode: DigestMode) -> dict[str, Any]:
@@ -201,7 +212,10 @@ class RefitWorkerExtension:
 
     @answered
     def refitd_close_source(self, source_id: int | str) -> Answer:
-        """Unmaps, and forgets a bucket refit under way; closing what is not open does nothing."""
+        """Unmaps, and forgets a bucket refit under way; closing what is not open does nothing.
+
+        Broadcasts that are being received are ended; while that cannot be done nothing may be written or put back.
+        """
         return {"closed": self.refitd_state().close(source_id)}
 
     @answered
@@ -276,7 +290,7 @@ class RefitWorkerExtension:
         assert isinstance(source, CollectiveSource), "the daemon knows the kinds of its sources"
         reception = source.reception
         if reception is None or reception.refit is not refit:
-            state.wait_for_readers()
+            state.wait_for_others()
             reception = source.begin(state.weights, refit)
         for arrived in reception.arrivals(RECEIVE_SECONDS, timeout_seconds):
             state.wrote = True
@@ -457,9 +471,9 @@ class RefitWorkerExtension:
     def refitd_before_sleep(self) -> Answer:
         """Comes back when nobody reads the weights any more: falling asleep takes their memory away.
 
-        Errors: `refit_failed` for a copy of them that takes too long.
+        Errors: `refit_failed` for a copy of them that takes too long, `collective_failed` for broadcasts into them.
         """
-        self.refitd_state(look_again=False).wait_for_readers()
+        self.refitd_state(look_again=False).wait_for_others()
         return {}
 
     @answered
@@ -487,14 +501,17 @@ class RefitWorkerExtension:
         return _keep_status(self.refitd_state().keeper)
 
     @answered
-    def refitd_restore(self) -> Answer:
-        """Puts back, bit for bit, what was kept: `{digest, digest_parts}`; or `nothing_to_restore` before any write."""
+    def refitd_restore(self, mode: str = "sampled") -> Answer:
+        """Puts back, bit for bit, what was kept: `{digest, digest_parts}`.
+
+        Errors: `nothing_to_restore` and `collective_failed`, both before any write.
+        """
         state = self.refitd_state()
-        state.keeper.wait(KEEP_TIMEOUT_SECONDS)
+        state.wait_for_others()
         state.keeper.restore(state.weights.kept_tensors())
         state.weights.after_write()
         state.wrote, state.refit = False, None
-        return state.digest(DigestMode.SAMPLED)
+        return state.digest(DigestMode(mode))
 
     def refitd_wrote(self) -> bool:
         """Whether a refit that did not finish may have changed the engine's weights."""
