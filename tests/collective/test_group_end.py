@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -10,6 +12,7 @@ from contextlib import suppress
 import pytest
 import torch
 
+from refit_protocol.errors import ProtocolError
 from refit_trainer import BroadcastGroup as TrainerGroup
 from refit_trainer.process_group import Listener, terms_of
 from refitd.worker.collective import BroadcastGroup, GroupAddress, Joining
@@ -50,3 +53,19 @@ def test_what_is_sent_after_the_end_does_not_arrive(members: tuple[TrainerGroup,
 def test_a_group_at_rest_has_nothing_to_wait_for(members: tuple[TrainerGroup, BroadcastGroup]) -> None:
     _, worker = members
     assert worker.close().wait(0)
+
+
+def test_waiting_for_a_broadcast_can_be_taken_up_again(members: tuple[TrainerGroup, BroadcastGroup]) -> None:
+    """A worker looks up now and then while its trainer is silent: the refit may have been aborted."""
+    trainer, worker = members
+    target = torch.zeros(PIECE_BYTES, dtype=torch.uint8)
+    work = worker.post(target)
+    now = time.monotonic()
+    assert not worker.has_come(work, until=now, give_up_at=now + GROUP_SECONDS)
+    trainer._post(torch.ones(PIECE_BYTES, dtype=torch.uint8)).wait()
+    assert worker.has_come(work, until=math.inf, give_up_at=now + GROUP_SECONDS)
+    assert target.all()
+    late = worker.post(target)
+    with pytest.raises(ProtocolError, match="in time"):
+        worker.has_come(late, until=math.inf, give_up_at=now)
+    worker.close([late])

@@ -6,6 +6,7 @@ The group stands beside vLLM's: torch.distributed's default group is never touch
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import threading
@@ -46,6 +47,8 @@ _CONNECT_PAUSE_SECONDS = 0.05
 _AWAKE_SECONDS = 0.002
 _PAUSE_SECONDS = 0.001
 _LOOK_SECONDS = 0.1
+# To gloo a wait of 0 ms is one without end.
+_SHORTEST_WAIT_SECONDS = 0.001
 # NCCL's own watchdog would end the engine's process; every wait here is bounded without it.
 _NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 _NEVER = timedelta(days=1)
@@ -80,7 +83,7 @@ class BroadcastGroup:
         self._store = store
         self._rendezvous = rendezvous
         self._device = device
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = timeout_seconds
         self._lookout: Lookout | None = None
         self.terms = terms
 
@@ -98,23 +101,28 @@ class BroadcastGroup:
         """Begins to receive a broadcast, after what the current stream has been given to do so far."""
         options = BroadcastOptions()
         options.rootRank = SOURCE_RANK
-        options.timeout = timedelta(seconds=self._timeout_seconds)
+        options.timeout = timedelta(seconds=self.timeout_seconds)
         return self._group.broadcast([target], options)
 
-    def wait(self, work: Any, timeout_seconds: float) -> None:
-        """Until a broadcast has come whole, for this thread and its stream. Raises `collective_failed`."""
-        timeout_seconds = min(timeout_seconds, self._timeout_seconds)
-        give_up_at = time.monotonic() + timeout_seconds
+    def has_come(self, work: Any, until: float, give_up_at: float) -> bool:
+        """Whether by `until` a broadcast has come whole, for this thread and its stream.
+
+        Raises `collective_failed` for one that has not come at `give_up_at`, or cannot come.
+        """
         comes_within = _WAITS[self.terms.backend]
-        while not comes_within(work, _LOOK_SECONDS):
-            if time.monotonic() > give_up_at:
-                raise collective_failed(f"the trainer's broadcast did not come within {timeout_seconds:g} s")
+        while not comes_within(work, max(_SHORTEST_WAIT_SECONDS, min(_LOOK_SECONDS, until - time.monotonic()))):
+            now = time.monotonic()
+            if now > give_up_at:
+                raise collective_failed("the trainer's broadcast did not come in time")
             if self._lookout is not None and self._lookout.error is not None:
                 raise self._lookout.error
+            if now > until:
+                return False
         try:
             work.wait()
         except RuntimeError as error:
             raise collective_failed(f"the trainer's broadcast broke off: {first_line(error)}") from None
+        return True
 
     def close(self, posted: Sequence[Any] = ()) -> GroupEnd:
         """Leaves the group, in the background; the end of what is `posted` can be waited for."""
@@ -287,6 +295,7 @@ class Reception:
         self._places = [None, *places[1:]]
         self._room_bytes = sum(buffer.nbytes for buffer in buffers)
         self._number = 0
+        self._waiting_since = time.monotonic()
         self._posted: list[Any] = []
         self._into: list[int | None] = []
         if self._may_post():
@@ -305,14 +314,18 @@ class Reception:
         """For about `seconds`, what to do with each broadcast that has come; from the first one on the engine's memory
         may be written. Raises `collective_failed` for one that does not come.
         """
-        until = time.monotonic() + seconds
+        began = time.monotonic()
+        until = began + seconds
         while not self.is_complete and time.monotonic() < until:
             number = self._number
             while self._may_post():
                 self._post_one()
-            self._group.wait(self._posted[number], timeout_seconds)
+            give_up_at = min(began + timeout_seconds, self._waiting_since + self._group.timeout_seconds)
+            if not self._group.has_come(self._posted[number], until, give_up_at):
+                return
             self._posted[number] = None
             self._number += 1
+            self._waiting_since = time.monotonic()
             self._end_when_complete()
             yield partial(self._take, number)
 
@@ -443,7 +456,7 @@ def _put_back(variables: dict[str, str | None]) -> None:
 def _greet(group: BroadcastGroup, device: torch.device, timeout_seconds: float) -> None:
     """One small broadcast: NCCL connects only now, and both sides see that bytes come through."""
     received = torch.zeros(len(GREETING), dtype=torch.uint8, device=device)
-    group.wait(group.post(received), timeout_seconds)
+    group.has_come(group.post(received), math.inf, time.monotonic() + timeout_seconds)
     if bytes(received.cpu().tolist()) != GREETING:
         raise collective_failed("the first broadcast brought other bytes than were sent")
 
