@@ -196,7 +196,7 @@ class Generation:
         """The prompt in the engine's form, common to all its outputs."""
         if prompt not in job.prepared:
             job.prepared[prompt] = self._engine.prepare(
-                job.prompts.ids[prompt],
+                job.prompt_ids[prompt],
                 job.body.sampling,
                 max_tokens=job.resolved.max_tokens[prompt],
                 stop_token_ids=job.resolved.stop_token_ids,
@@ -356,6 +356,6 @@ class Generation:
         for output in running:
             output.cancel(ErrorCode.CANCELLED)
             self._forget(output)
-        job.done.set()
-        self._jobs_of(job.session).pop(job.request, None)
+        job.complete()
+        self._drop(job)
         await self._engine.withdraw([output.key for output in running if output.key])

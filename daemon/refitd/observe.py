@@ -28,7 +28,7 @@ def observe(metrics: RefitdMetrics, app: App) -> None:
 
 
 def _count_job(metrics: RefitdMetrics, job: Job) -> None:
-    metrics.request_accepted(sum(job.prompts.lengths))
+    metrics.request_accepted(sum(job.prompt_lengths))
     metrics.request_finished(job.queued_seconds, job.first_token_seconds, job.total_seconds)
     for output in job.outputs:
         metrics.output_finished(output.finish_reason or "cancelled")

@@ -8,6 +8,8 @@ import time
 from array import array
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import (
     FinishReason,
@@ -32,7 +34,11 @@ FINISH_REASONS: dict[str, FinishReason] = {
     "error": "error",
     "repetition": "stop",
 }
+# Of an id with its log-probability, and of where a token's text ends.
 TOKEN_BYTES = 8
+TEXT_END_BYTES = 8
+# At most, in a Python string.
+CHARACTER_BYTES = 4
 
 
 class Output:
@@ -79,6 +85,7 @@ class Output:
             self._take_tokens(step, count, version)
         if step.routed_experts is not None and self.job.body.routed_experts:
             self.routed_experts.append(step.routed_experts)
+            self.job.size_bytes += step.routed_experts.nbytes
         if self.finish_reason is None and step.finish_reason is not None:
             self._take_end(FINISH_REASONS[str(step.finish_reason)], step.stop_reason)
         return count
@@ -87,6 +94,7 @@ class Output:
         if not self.token_ids:
             self.job.first_token()
         self.token_ids.extend(step.new_token_ids)
+        self.job.size_bytes += count * TOKEN_BYTES * (1 + self.top)
         if self.versions and self.versions[-1][0] == version:
             self.versions[-1][1] += count
         else:
@@ -111,23 +119,26 @@ class Output:
         A request that was preempted is read again, and its rows come again.
         """
         columns = tensors.logprobs.shape[1]
-        if len(self.prompt_top_ids) >= columns * self.job.prompts.lengths[self.prompt]:
+        if len(self.prompt_top_ids) >= columns * self.job.prompt_lengths[self.prompt]:
             return
         if not self.prompt_top_ids:
             self._take_first_prompt_row(columns)
         self.prompt_top_ids.frombytes(tensors.logprob_token_ids.numpy().astype("int32").tobytes())
         self.prompt_top_logprobs.frombytes(tensors.logprobs.numpy().astype("float32").tobytes())
+        self.job.size_bytes += tensors.logprobs.numel() * TOKEN_BYTES
 
     def _take_first_prompt_row(self, columns: int) -> None:
-        first = self.job.prompts.ids[self.prompt][0]
+        first = self.job.prompt_ids[self.prompt][0]
         self.prompt_top_ids.extend([first] * columns)
         self.prompt_top_logprobs.extend([math.nan] * columns)
 
     def _take_text(self, detokenizer: Detokenizer, step: StepOutput) -> None:
         ended = step.finish_reason is not None or self.finish_reason is not None
         stop_string = detokenizer.update(step.new_token_ids, str(step.finish_reason) == "stop")
-        self.text += detokenizer.get_next_output_text(ended or stop_string is not None, delta=True)
+        text = detokenizer.get_next_output_text(ended or stop_string is not None, delta=True)
+        self.text += text
         self.text_ends.extend([len(self.text)] * len(step.new_token_ids))
+        self.job.size_bytes += CHARACTER_BYTES * len(text) + TEXT_END_BYTES * len(step.new_token_ids)
         if stop_string is not None and self.finish_reason is None:
             self._cut(detokenizer.num_output_tokens())
             self.finish("stop", stop_reason=stop_string)
@@ -200,7 +211,10 @@ class Output:
 
 
 class Job:
-    """One `Generate`: its outputs, until the client has acknowledged them."""
+    """One `Generate`: its outputs, until the client has acknowledged them.
+
+    What only the engine needs goes when the last of them is complete; `size_bytes` is what stays, and grows with them.
+    """
 
     def __init__(
         self,
@@ -213,12 +227,15 @@ class Job:
     ) -> None:
         self.session = session
         self.request = request
-        self.body = body
+        # The prompts are in `prompt_ids` now.
+        self.body = replace(body, texts=None)
         self.stream = body.stream
         self.announced = False
-        self.prompts = prompts
+        self.prompt_ids = prompts.ids
+        self.prompt_lengths = prompts.lengths
         self.resolved = resolved
         self.adapter = adapter
+        self.size_bytes = 0
         self.prepared: dict[int, PreparedRequest] = {}
         self.done = asyncio.Event()
         self._received = time.monotonic()
@@ -232,10 +249,6 @@ class Job:
             for index in range(n)
         ]
         self.unfinished = len(self.outputs)
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(TOKEN_BYTES * len(output.token_ids) * (1 + output.top) for output in self.outputs)
 
     @property
     def queued_seconds(self) -> float:
@@ -265,21 +278,29 @@ class Job:
     def output_finished(self) -> None:
         self.unfinished -= 1
         if self.unfinished == 0:
-            self.ended()
-            self.done.set()
+            self.complete()
+
+    def complete(self) -> None:
+        """Nothing is handed to the engine any more."""
+        self.ended()
+        self.prompt_ids = []
+        self.prepared.clear()
+        for output in self.outputs:
+            output.detokenizer = None
+        self.done.set()
 
     def ended(self) -> None:
         if self._ended is None:
             self._ended = time.monotonic()
 
     def started(self) -> GenerationStarted:
-        return GenerationStarted(resolved=self.resolved, prompt_lengths=self.prompts.lengths)
+        return GenerationStarted(resolved=self.resolved, prompt_lengths=self.prompt_lengths)
 
     def finished(self, deltas: list[TokenDelta]) -> GenerationFinished:
         return GenerationFinished(
             deltas=deltas,
             outputs=len(self.outputs),
-            prompt_tokens=sum(self.prompts.lengths),
+            prompt_tokens=sum(self.prompt_lengths),
             generated_tokens=sum(len(output.token_ids) for output in self.outputs),
             resolved=self.resolved,
             first_token_milliseconds=self.first_token_seconds * 1e3,

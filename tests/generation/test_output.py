@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import Generate, ResolvedSampling, Sampling
@@ -18,6 +19,12 @@ from refitd.prompts import Prompts
 class Rows:
     logprob_token_ids: np.ndarray
     logprobs: np.ndarray
+
+
+@dataclass
+class PromptRows:
+    logprob_token_ids: torch.Tensor
+    logprobs: torch.Tensor
 
 
 @dataclass
@@ -111,3 +118,27 @@ def test_nan_is_the_end_whatever_else_the_step_says(output: Output) -> None:
     step.new_logprobs.logprobs[:] = np.nan
     output.take(step, 1)
     assert (output.finish_reason, output.error) == ("error", ErrorCode.NOT_A_NUMBER)
+
+
+def test_all_that_is_kept_counts(output: Output) -> None:
+    """Ids, logprobs and text of each token, the routed experts as they come, and the prompt's logprobs."""
+    job = output.job
+    output.take(tokens(0, 1, 2), 1)
+    assert job.size_bytes == 3 * (8 + 8) + 4 * len("a")
+    output.take(tokens(3, routed_experts=np.zeros((2, 3, 4))), 1)
+    assert job.size_bytes == 4 * (8 + 8) + 4 * len("ab") + 2 * 3 * 4 * 8
+    before = job.size_bytes
+    output.take(Step([], new_prompt_logprobs_tensors=PromptRows(torch.zeros(1, 6), torch.zeros(1, 6))), 1)
+    assert job.size_bytes == before + 6 * 8
+
+
+def test_what_only_the_engine_needed_goes_with_the_end(output: Output) -> None:
+    """The client may be slow to acknowledge: prompts and their prepared forms do not stay until then."""
+    job = output.job
+    job.prepared[0] = "a request in the engine's form"
+    output.take(tokens(0, finish_reason="length"), 1)
+    job.output_finished()
+    assert (job.prompt_ids, job.prepared, output.detokenizer) == ([], {}, None)
+    assert job.finished([]).prompt_tokens == 2
+    output.rewind(0)
+    assert output.delta().text == "a"
