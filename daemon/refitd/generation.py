@@ -299,7 +299,7 @@ class Generation:
         if job.stream:
             self._flush(job.session)
         else:
-            self._jobs_of(job.session).pop(job.request, None)
+            self._drop(job)
         deltas, blobs = deltas_message(job.outputs)
         return Answer(job.finished(deltas), blobs=blobs)
 
@@ -324,6 +324,10 @@ class Generation:
 
     def _jobs_of(self, session: Session) -> dict[int, Job]:
         return self._jobs.setdefault(session, {})
+
+    def _drop(self, job: Job) -> None:
+        """Nothing is kept for a session that has ended."""
+        self._jobs.get(job.session, {}).pop(job.request, None)
 
     def _cancel_job(self, job: Job, error: ErrorCode | None, *, withdraw: bool = True) -> None:
         running = [output for output in job.outputs if output.finish_reason is None]

@@ -357,6 +357,23 @@ def test_kept_results_are_bounded(tmp_path: Path) -> None:
         assert client.read_streams({second}) == {second: list(range(5))}
 
 
+def test_a_session_that_ends_leaves_nothing_of_its_requests(daemon: SmallDaemon, connect: Connect) -> None:
+    """Neither those that run nor those that nobody has acknowledged."""
+    client = connect()
+    client.hello()
+    finished = client.generate(1)
+    daemon.until(lambda: len(daemon.engine.running) == 1)
+    daemon.step()
+    client.read_streams({finished})
+    client.generate(50)
+    client.generate(50, stream=False)
+    daemon.until(lambda: len(daemon.engine.running) == 2)
+    client.ask(Goodbye(), SessionClosed)
+    daemon.until(lambda: not daemon.engine.running)
+    daemon.until(lambda: len(daemon.sessions) == 0)
+    assert daemon.in_loop(lambda: len(daemon.generation._jobs)) == 0
+
+
 def test_resume_of_a_session_that_ended_opens_a_new_one(connect: Connect) -> None:
     """A daemon that was restarted, or whose lease has ended, says so by `resumed` and, after a restart, the epoch."""
     client = connect()
