@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import msgspec
 
@@ -33,6 +34,7 @@ class Sources:
         self._writer = writer
         self._ids = ids
         self._sources: dict[int, Source] = {}
+        self._opening = 0
         self._groups = Groups(run)
 
     def __len__(self) -> int:
@@ -56,7 +58,6 @@ class Sources:
     async def open_alone(self, session: Session, body: OpenSource) -> SourceOpened:
         self._loaded()
         _check_source(session, body)
-        self._check_room(len(body.segments))
         return await self._open(session, body, None)
 
     async def open_with_others(self, session: Session, body: OpenSource, wait_seconds: float) -> SourceOpened:
@@ -116,20 +117,20 @@ class Sources:
         if writer is None or not group.has(writer):
             raise ProtocolError(ErrorCode.GROUP_MISMATCH, "none of the ranks is the writer: let one acquire the role")
         self._commit.refuse_while_busy()
-        self._check_room(len(body.segments))
         return await self._open(writer, body, group)
 
     async def _open(self, session: Session, body: OpenSource, group: Group | None) -> SourceOpened:
         source = Source(next(self._ids), session, body.kind, tuple(body.segments), group=group)
-        answers = await self._engine.call_workers(
-            "refitd_open_source",
-            source.id,
-            body.kind,
-            [msgspec.to_builtins(segment, builtin_types=(bytes,)) for segment in body.segments],
-            [msgspec.to_builtins(tensor) for tensor in body.tensors],
-            body.plan or self._config.refit.plan,
-            timeout_seconds=self._config.refit.deadline_seconds,
-        )
+        with self._room_for(len(body.segments)):
+            answers = await self._engine.call_workers(
+                "refitd_open_source",
+                source.id,
+                body.kind,
+                [msgspec.to_builtins(segment, builtin_types=(bytes,)) for segment in body.segments],
+                [msgspec.to_builtins(tensor) for tensor in body.tensors],
+                body.plan or self._config.refit.plan,
+                timeout_seconds=self._config.refit.deadline_seconds,
+            )
         self._sources[source.id] = source
         if source.abandoned or self._writer.session is not session:
             await self.close(source)
@@ -141,16 +142,25 @@ class Sources:
             unplanned=combine_unplanned(answers),
         )
 
-    def _check_room(self, segments: int) -> None:
-        """Every segment of every source takes a mapping in every worker."""
+    @contextmanager
+    def _room_for(self, segments: int) -> Iterator[None]:
+        """Held while the workers open them, since others may be opened meanwhile.
+
+        Every segment of every source takes a mapping in every worker. Raises `limit_exceeded`.
+        """
         limit = self._config.server.max_open_segments
-        held = sum(len(source.segments) for source in self._sources.values())
+        held = self._opening + sum(len(source.segments) for source in self._sources.values())
         if held + segments > limit:
             raise ProtocolError(
                 ErrorCode.LIMIT_EXCEEDED,
                 f"{segments} segments beside {held} that are open, at most {limit}: close sources, or lend fewer",
                 limit=limit,
             )
+        self._opening += segments
+        try:
+            yield
+        finally:
+            self._opening -= segments
 
 
 def _check_source(session: Session, body: OpenSource) -> None:
