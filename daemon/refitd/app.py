@@ -264,6 +264,7 @@ class App:
     def _connect(self) -> None:
         self.generation.send = self.server.send
         self.generation.can_send = self.server.can_send
+        self.sessions.on_resumed = self.generation.session_resumed
         self.server.on_writable = self.generation.flush_identity
         self.commit.abort_requests = self._abort_requests
         self.sessions.on_close = [self.generation.session_closed, self.refit.session_closed]

@@ -76,7 +76,8 @@ class Generation:
             finally:
                 job.ended()
                 self.on_finished(job)
-        yield self._finished(job)
+        if not job.paused:
+            yield self._finished(job)
 
     def cancel(self, call: Call) -> Answer:
         assert isinstance(call.body, CancelGeneration)
@@ -92,10 +93,13 @@ class Generation:
         """Sends again, to the session's present connection, what lies behind the cursors."""
         assert isinstance(call.body, ResumeGeneration)
         job = self._jobs_of(call.owner).get(call.body.request)
-        if job is None:
+        if job is None or not job.stream:
             raise ProtocolError(
                 ErrorCode.UNKNOWN_REQUEST, f"request {call.body.request} is not kept: it never was, or was acknowledged"
             )
+        job.paused = False
+        if job.announced and not call.body.cursors:
+            self._send_started(job)
         cursors = {(cursor.prompt, cursor.output): cursor.position for cursor in call.body.cursors}
         for output in job.outputs:
             output.rewind(cursors.get((output.prompt, output.index), 0))
@@ -159,6 +163,12 @@ class Generation:
         for session in list(self._dirty):
             self._flush(session)
         await self._engine.withdraw(keys)
+
+    def session_resumed(self, session: Session) -> None:
+        """What its streams would say now the client could not tell from what was lost: each waits for its cursors."""
+        for job in self._jobs_of(session).values():
+            job.paused = job.stream
+        self._dirty.pop(session, None)
 
     async def session_closed(self, session: Session, _why: str) -> None:
         """Nobody waits for these any more: they leave the engine."""
@@ -229,7 +239,11 @@ class Generation:
         """Says once that it has started, before any of its tokens."""
         if job.stream and not job.announced:
             job.announced = True
-            self.send(job.session.identity, job.request, Answer(job.started(), last=False))
+            if not job.paused:
+                self._send_started(job)
+
+    def _send_started(self, job: Job) -> None:
+        self.send(job.session.identity, job.request, Answer(job.started(), last=False))
 
     def _is_served(self, wanted: int | None) -> bool:
         return self._gate.open and (wanted is None or self._gate.version >= wanted)
@@ -319,7 +333,7 @@ class Generation:
             self.send(session.identity, 0, Answer(TokensGenerated(deltas=deltas), blobs=blobs, last=False))
 
     def _mark(self, session: Session, output: Output) -> None:
-        if not session.closed:
+        if not session.closed and not output.job.paused:
             self._dirty.setdefault(session, {})[output] = None
 
     def _jobs_of(self, session: Session) -> dict[int, Job]:

@@ -231,6 +231,8 @@ class Job:
         self.body = replace(body, texts=None)
         self.stream = body.stream
         self.announced = False
+        # Its client has a new connection, and has not said yet how far it has come.
+        self.paused = False
         self.prompt_ids = prompts.ids
         self.prompt_lengths = prompts.lengths
         self.resolved = resolved

@@ -125,6 +125,7 @@ class Sessions:
         self._closing: set[asyncio.Task[None]] = set()
         self.on_close: list[CloseHook] = []
         self.on_opened: Callable[[], None] = lambda: None
+        self.on_resumed: Callable[[Session], None] = lambda _session: None
         self.on_ended: Callable[[str], None] = lambda _why: None
         self.model: ModelInfo | None = None
 
@@ -154,6 +155,8 @@ class Sessions:
         if session is None:
             session = self._open(hello)
         self._attach(session, call.identity, SessionEvent.RESUMED if resumed else SessionEvent.HELLO)
+        if resumed:
+            self.on_resumed(session)
         log.info("session resumed" if resumed else "session opened", client=session.client, pid=session.pid)
         return Answer(self._welcome(session, resumed=resumed))
 

@@ -212,6 +212,7 @@ class SmallDaemon:
         )
         self.generation.send = server.send
         self.generation.can_send = server.can_send
+        self.sessions.on_resumed = self.generation.session_resumed
         server.on_writable = self.generation.flush_identity
         return server
 

@@ -19,6 +19,7 @@ from refit_protocol.messages import (
     Failed,
     GenerationForgotten,
     GenerationResumed,
+    GenerationStarted,
     GetDigest,
     GetStatus,
     Goodbye,
@@ -319,6 +320,24 @@ def test_stream_is_resumed_from_a_cursor_after_a_reconnect(daemon: SmallDaemon, 
     daemon.step(3)
     header, _ = client.receive()
     assert header.body.deltas[0].position == 7
+
+
+def test_a_stream_says_nothing_before_it_is_taken_up_again(daemon: SmallDaemon, connect: Connect) -> None:
+    """Between Hello and ResumeGeneration a step would come without what was lost; nor is its end said by itself."""
+    with raw_client(daemon.endpoint) as lost:
+        token = lost.hello().session
+        stream = lost.generate(4)
+        daemon.until(lambda: len(daemon.engine.running) == 1)
+        daemon.step(2)
+    client = connect()
+    client.last = stream
+    client.hello(resume=token)
+    daemon.step(2)
+    client.ask(Heartbeat(), HeartbeatAcknowledged)
+    assert not client.replies
+    assert client.ask(ResumeGeneration(request=stream), GenerationResumed).finished
+    assert isinstance(client.replies[0][0].body, GenerationStarted)
+    assert client.read_streams({stream}) == {stream: [0, 1, 2, 3]}
 
 
 def test_finished_stream_is_kept_until_acknowledged(daemon: SmallDaemon, connect: Connect) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from refit_protocol.messages import (
     AcknowledgeGeneration,
     CancelGeneration,
     Generate,
+    GenerationCancelled,
     GenerationFinished,
     GenerationForgotten,
     GenerationResumed,
@@ -48,6 +51,7 @@ from refit_trainer import (
     SessionLost,
     UsedAfterFork,
 )
+from refit_trainer.client import LoopThread
 from tests.trainer.peer import MODEL, Asked, Peer, endpoint_in, running
 
 RESOLVED = ResolvedSampling(max_tokens=[8], clamped=[False], stop_token_ids=[2], logprobs_mode="processed_logprobs")
@@ -215,6 +219,47 @@ def test_interrupted_connect_ends_quietly(peer: Peer) -> None:
         trainer.wait()
     assert said.splitlines()[-1] == "KeyboardInterrupt"
     assert "Task" not in said
+
+
+def test_a_closed_asynchronous_client_says_so(peer: Peer) -> None:
+    """At once, instead of waiting for a connection that nobody opens any more."""
+
+    async def use() -> None:
+        daemon = await AsyncDaemon.connect(peer.endpoint, timeout_seconds=3)
+        await daemon.close()
+        with pytest.raises(ClientClosed):
+            await daemon.status()
+        with pytest.raises(ClientClosed):
+            await anext(daemon.stream([[1, 2]]))
+
+    asyncio.run(use())
+
+
+def test_a_call_under_way_ends_when_the_client_is_closed(peer: Peer, client: Daemon) -> None:
+    """Also one that has already been handed to the loop."""
+    thread, outcome = in_background(client.manifest)
+    peer.next(GetManifest)
+    client.close()
+    thread.join()
+    assert isinstance(outcome[0], ClientClosed)
+
+
+def test_a_call_that_races_with_the_end_of_the_loop_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread stops the loop just when a call is being handed in: it is run, or told, but never left hanging."""
+    thread = LoopThread()
+    hand_in = asyncio.run_coroutine_threadsafe
+    stopper = threading.Thread(target=thread.stop)
+
+    def late(work: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop) -> concurrent.futures.Future[Any]:
+        stopper.start()
+        stopper.join(0.1)
+        return hand_in(work, loop)
+
+    monkeypatch.setattr("refit_trainer.client.asyncio.run_coroutine_threadsafe", late)
+    assert thread.call(asyncio.sleep(0, "done")) == "done"
+    stopper.join()
+    with pytest.raises(ClientClosed):
+        thread.call(asyncio.sleep(0))
 
 
 # --- requests ---
@@ -430,6 +475,86 @@ def test_gone_daemon_ends_streams_with_the_lease(tmp_path: Path) -> None:
             next(deltas)
 
 
+def test_patience_is_that_of_the_outage_not_of_a_connection(tmp_path: Path) -> None:
+    """Connections that come up and break again do not make a stream wait for ever."""
+    peer = Peer(endpoint_in(tmp_path))
+    with running(peer), Daemon.connect(peer.endpoint, patience_seconds=2.0, timeout_seconds=60.0) as client:
+        stream = client.stream([[1, 2]])
+        begin_stream(peer.next(Generate))
+        peer.answers_hello = False
+        thread, outcome = in_background(list, stream)
+        while thread.is_alive():
+            seen = len(peer.hellos)
+            peer.stop()
+            peer.start()
+            peer.wait_for_hellos(seen + 1)
+        assert isinstance(outcome[0], DaemonUnreachable)
+        assert "2 s" in str(outcome[0])
+
+
+def test_a_replay_that_cannot_be_read_ends_its_stream_alone(peer: Peer, client: Daemon) -> None:
+    """With a typed error, instead of one connection after the other; the daemon need not keep it."""
+    broken, whole = client.stream([[1, 2]]), client.stream([[3]])
+    first, second = (begin_stream(peer.next(Generate)) for _ in range(2))
+    peer.stop()
+    peer.start()
+    replay = peer.next(ResumeGeneration)
+    delta = TokenDelta(request=first.id, prompt=0, output=0, position=0, count=2, versions=[VersionRun(3, 2)])
+    replay.reply(TokensGenerated(deltas=[delta]), blobs=[b"\0\0\0\0"], last=False, id=0)
+    with pytest.raises(RefitdError, match="broke the protocol"):
+        next(broken)
+    cancelled = peer.next(CancelGeneration)
+    assert cancelled.body.request == first.id
+    cancelled.reply(GenerationCancelled(requests=[first.id]))
+    resumed = peer.next(ResumeGeneration)
+    assert resumed.body.request == second.id
+    resumed.reply(GenerationResumed(request=second.id, finished=False))
+    again = Asked(peer, resumed.identity, second.id, second.session, second.body, [])
+    send_tokens(again, 0, [7], last=True)
+    assert peer.next(AcknowledgeGeneration).body.requests == [first.id]
+    again.reply(FINISHED)
+    assert [delta.token_ids.tolist() for delta in whole] == [[7]]
+
+
+def test_a_stream_left_without_a_connection_is_cancelled_over_the_next(peer: Peer, client: Daemon) -> None:
+    """Neither resumed for nobody, nor kept by the daemon until the session ends."""
+    deltas = client.stream([[1, 2]])
+    asked = begin_stream(peer.next(Generate))
+    peer.stop()
+    deltas.close()
+    peer.start()
+    cancelled = peer.next(CancelGeneration)
+    assert cancelled.body.request == asked.id
+    cancelled.reply(GenerationCancelled(requests=[asked.id]))
+    assert peer.next(AcknowledgeGeneration).body.requests == [asked.id]
+
+
+def test_an_acknowledgement_that_was_lost_is_said_again(peer: Peer, client: Daemon) -> None:
+    """Else the daemon would keep the results, and count them, until the session ends."""
+    samples = client.generate([[1, 2]])
+    asked = begin_stream(peer.next(Generate))
+    asked.reply(FINISHED)
+    assert list(samples) == []
+    assert peer.next(AcknowledgeGeneration).body.requests == [asked.id]
+    peer.stop()
+    peer.start()
+    again = peer.next(AcknowledgeGeneration)
+    assert again.body.requests == [asked.id]
+    again.reply(GenerationForgotten(requests=[asked.id]))
+
+
+def test_a_request_lost_with_its_connection_is_not_the_callers_mistake(peer: Peer, client: Daemon) -> None:
+    """The daemon has never seen it: the same call may be made again, here or at another daemon."""
+    deltas = client.stream([[1, 2]])
+    peer.next(Generate)
+    peer.stop()
+    peer.start()
+    peer.next(ResumeGeneration).fail(ErrorCode.UNKNOWN_REQUEST)
+    with pytest.raises(DaemonUnreachable) as caught:
+        next(deltas)
+    assert (caught.value.fault, caught.value.retryable) == (Fault.DAEMON, True)
+
+
 # --- generation ---
 
 
@@ -477,13 +602,27 @@ def test_refused_generation_raises_once(peer: Peer, client: Daemon) -> None:
     assert list(deltas) == []
 
 
-def test_missing_tokens_are_noticed(peer: Peer, client: Daemon) -> None:
-    """A gap in an output is an error, never a shorter sample."""
+def test_missing_tokens_are_asked_for(peer: Peer, client: Daemon) -> None:
+    """A gap in an output is never a shorter sample: the daemon is told how far it has come."""
     deltas = client.stream([[1, 2]])
     asked = begin_stream(peer.next(Generate))
     send_tokens(asked, 0, [10])
     send_tokens(asked, 2, [12])
-    next(deltas)
+    resumed = peer.next(ResumeGeneration)
+    assert resumed.body == ResumeGeneration(request=asked.id, cursors=[StreamCursor(prompt=0, output=0, position=1)])
+    send_tokens(asked, 1, [11, 12], last=True)
+    resumed.reply(GenerationResumed(request=asked.id, finished=False))
+    asked.reply(FINISHED)
+    assert [delta.token_ids.tolist() for delta in deltas] == [[10], [11, 12]]
+
+
+def test_an_end_without_its_tokens_is_an_error(peer: Peer, client: Daemon) -> None:
+    """A daemon that says that all has come, where it has not, is not waited for."""
+    deltas = client.stream([[1, 2]])
+    asked = begin_stream(peer.next(Generate))
+    send_tokens(asked, 1, [11], last=True)
+    asked.reply(FINISHED)
+    peer.next(ResumeGeneration).reply(GenerationResumed(request=asked.id, finished=True))
     with pytest.raises(RefitdError, match="broke the protocol"):
         next(deltas)
 
@@ -514,6 +653,32 @@ def test_one_message_feeds_many_streams(peer: Peer, client: Daemon) -> None:
         delta = next(stream)
         assert delta.token_ids.tolist() == [2 * index, 2 * index + 1]
         assert delta.logprobs.tolist() == [-2.0 * index, -2.0 * index - 1]
+
+
+def test_an_asynchronous_streams_time_begins_when_it_is_sent(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it lay there before it was first asked for a token."""
+    clock = Clock()
+    monkeypatch.setattr("refit_trainer.replies.time", clock)
+
+    async def read() -> list[int]:
+        async with AsyncDaemon.connect(peer.endpoint) as daemon:
+            deltas = daemon.stream([[1, 2]], deadline_seconds=60.0)
+            clock.now += 3600.0
+            return (await anext(deltas)).token_ids.tolist()
+
+    thread, outcome = in_background(asyncio.run, read())
+    send_tokens(begin_stream(peer.next(Generate)), 0, [10])
+    thread.join()
+    assert outcome == [[10]]
+
+
+class Clock:
+    """Stands in for `time` where only its `monotonic` is used."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
 
 
 def test_async_stream_is_iterated_and_cancelled(peer: Peer) -> None:

@@ -22,6 +22,7 @@ from refit_protocol.messages import (
     Failed,
     Generate,
     GenerationCancelled,
+    GenerationForgotten,
     GenerationResumed,
     GetStatus,
     Goodbye,
@@ -82,6 +83,7 @@ class Connection:
         self._refusal: RefitdError | None = None
         self._end: RefitdError | None = None
         self._acknowledging: asyncio.TimerHandle | None = None
+        self._patience: asyncio.TimerHandle | None = None
 
     @property
     def endpoint(self) -> str:
@@ -154,7 +156,7 @@ class Connection:
     def abandon(self, request: int) -> None:
         """Nobody will read this generation: drops what still comes, and has the daemon stop it."""
         if self._inbox.abandon(request):
-            self._later(self._tell(CancelGeneration(request=request)))
+            self._later(self._stop_abandoned(request))
 
     # --- the life of the connection ---
 
@@ -172,32 +174,40 @@ class Connection:
     async def _live_one_link(self) -> None:
         self._lost = asyncio.get_running_loop().create_future()
         link = Link(self._context, self._options.endpoint, self._options.curve, self._take)
-        patience = self._start_patience()
         try:
             await link.connected()
-            await self._serve(link, patience)
+            await self._serve(link)
         except (LinkRefusedError, RefitdError) as error:
             self._refused(error)
         finally:
             self._up.clear()
             self._link = None
             link.close()
-            patience.cancel()
+            self._start_patience()
             self._inbox.fail_answers(DaemonUnreachable("the connection broke before the answer came: outcome unknown"))
 
-    def _start_patience(self) -> asyncio.TimerHandle:
-        """Streams outlive a broken connection as long as the daemon keeps their session, or the caller is patient."""
-        seconds = self._welcome.lease_seconds if self._welcome else 0.0
+    def _start_patience(self) -> None:
+        """Streams outlive a broken connection as long as the daemon keeps their session, or the caller is patient: from
+        the first loss on, however many connections fail after it.
+        """
+        if self._patience is not None or self._welcome is None:
+            return
+        seconds = self._welcome.lease_seconds
         if self._options.patience_seconds is not None:
             seconds = min(seconds, self._options.patience_seconds)
         gone = DaemonUnreachable(f"no connection to {self._options.endpoint} for {seconds:g} s")
-        return asyncio.get_running_loop().call_later(seconds, self._inbox.fail_generations, gone)
+        self._patience = asyncio.get_running_loop().call_later(seconds, self._inbox.abandon_all, gone)
 
-    async def _serve(self, link: Link, patience: asyncio.TimerHandle) -> None:
+    def _end_patience(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    async def _serve(self, link: Link) -> None:
         """Returns when the connection is lost; raises the daemon's refusal of our Hello."""
         assert self._lost is not None, "made with the link"
         tasks: list[asyncio.Future[None]] = [
-            asyncio.create_task(self._converse(link, patience)),
+            asyncio.create_task(self._converse(link)),
             asyncio.create_task(link.broken()),
             self._lost,
         ]
@@ -216,7 +226,10 @@ class Connection:
             header, blobs = decode_reply(frames)
             self._inbox.deliver(header, blobs)
         except (ProtocolError, ValueError) as error:
-            self._lose(protocol_broken(str(error)))
+            broken = protocol_broken(str(error))
+            # The same bytes would come again: what asked for them goes without.
+            self._inbox.abandon_all(broken, resuming=True)
+            self._lose(broken)
             return
         # The boundary of a message: a bug must reach whoever waits, not only the log.
         except Exception as error:  # noqa: BLE001
@@ -226,6 +239,8 @@ class Connection:
             self._lose(None)
         if self._inbox.finished:
             self._acknowledge_soon()
+        if self._inbox.gaps:
+            self._fill_gaps()
 
     def _lose(self, error: Exception | None) -> None:
         assert self._lost is not None, "made with the link"
@@ -236,12 +251,13 @@ class Connection:
         else:
             self._lost.set_exception(error)
 
-    async def _converse(self, link: Link, patience: asyncio.TimerHandle) -> None:
+    async def _converse(self, link: Link) -> None:
         """Says Hello, lets the callers in, and renews the lease until the daemon no longer answers."""
         await self._greet(link)
-        patience.cancel()
+        self._end_patience()
         self._link = link
         self._up.set()
+        self._tell_what_waited()
         while True:
             await asyncio.sleep(self.welcome.heartbeat_seconds)
             try:
@@ -281,11 +297,36 @@ class Connection:
 
     async def _resume_generations(self, link: Link) -> None:
         for request, generation in list(self._inbox.generations.items()):
-            try:
-                resume = ResumeGeneration(request=request, cursors=generation.cursors)
-                await self._ask(link, resume, GenerationResumed)
-            except RefitdError as error:
-                self._inbox.fail_generation(request, error)
+            if generation.mailbox is None:
+                await self._ask(link, CancelGeneration(request=request), GenerationCancelled)
+                self._inbox.forget_abandoned(request)
+            else:
+                await self._resume(link, request, generation)
+
+    async def _resume(self, link: Link, request: int, generation: Generation) -> None:
+        """The daemon goes on from where this generation has come here."""
+        try:
+            command = ResumeGeneration(request=request, cursors=generation.resume())
+            resumed = await self._ask(link, command, GenerationResumed)
+            if resumed.finished:
+                self._inbox.fail_generation(request, protocol_broken(f"the end of request {request} did not come"))
+        except DaemonUnreachable:
+            # The next connection resumes it.
+            return
+        except RefitdError as error:
+            self._inbox.fail_generation(request, _not_kept(error))
+        finally:
+            generation.resuming = False
+
+    def _fill_gaps(self) -> None:
+        """Tokens were lost though this connection is there, as when the daemon had taken it for lost."""
+        if self._link is None:
+            return
+        gaps, self._inbox.gaps = self._inbox.gaps, set()
+        for request in gaps:
+            generation = self._inbox.generations.get(request)
+            if generation is not None and generation.has_gap:
+                self._later(self._resume(self._link, request, generation))
 
     def _refused(self, error: LinkRefusedError | RefitdError) -> None:
         """A refused first Hello fails `open`; a later one is tried again, and its reason told to whoever waits."""
@@ -296,6 +337,7 @@ class Connection:
 
     def _finish(self, error: RefitdError) -> None:
         self._end = error
+        self._end_patience()
         self._inbox.fail_answers(error)
         self._inbox.fail_generations(error)
         if self._opened is not None and not self._opened.done():
@@ -352,10 +394,18 @@ class Connection:
         session = None if self._welcome is None or isinstance(command, Hello) else self._welcome.session
         await link.send(encode_request(RequestHeader(id=request, body=command, session=session), blobs))
 
-    async def _tell(self, command: Request) -> None:
-        """Sends what needs no answer; without a connection there is nobody to tell."""
+    async def _stop_abandoned(self, request: int) -> None:
+        """Its end comes as that of any other, and is acknowledged; without a connection it waits for the next one."""
         if self._link is not None:
-            await self._send(self._link, self._inbox.next_request(), command)
+            with contextlib.suppress(DaemonUnreachable):
+                await self._send(self._link, self._inbox.next_request(), CancelGeneration(request=request))
+
+    def _tell_what_waited(self) -> None:
+        for request in self._inbox.abandoned:
+            self._later(self._stop_abandoned(request))
+        if self._inbox.finished:
+            self._acknowledge_soon()
+        self._fill_gaps()
 
     def _acknowledge_soon(self) -> None:
         if self._acknowledging is None:
@@ -364,8 +414,19 @@ class Connection:
 
     def _acknowledge(self) -> None:
         self._acknowledging = None
-        requests, self._inbox.finished = self._inbox.finished, []
-        self._later(self._tell(AcknowledgeGeneration(requests=requests)))
+        if self._link is not None:
+            requests, self._inbox.finished = self._inbox.finished, []
+            self._later(self._acknowledge_on(self._link, requests))
+
+    async def _acknowledge_on(self, link: Link, requests: list[int]) -> None:
+        try:
+            await self._ask(link, AcknowledgeGeneration(requests=requests), GenerationForgotten)
+        except DaemonUnreachable:
+            # Said again over the next connection; a daemon that has heard it does not mind.
+            self._inbox.finished.extend(requests)
+        except SessionLost:
+            # With it all that was kept for it is gone.
+            return
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
         chore = asyncio.get_running_loop().create_task(work)
@@ -403,6 +464,13 @@ def why_unreachable(endpoint: str) -> str:
     if not os.access(path, os.W_OK):
         return f"user {os.getuid()} may not write to {path}"
     return "the socket is there, but the daemon behind it has died or hangs"
+
+
+def _not_kept(error: RefitdError) -> RefitdError:
+    """A request that the daemon does not know is no mistake of the caller's: it was lost on the way, or its answer."""
+    if error.code is not ErrorCode.UNKNOWN_REQUEST:
+        return error
+    return DaemonUnreachable("the request, or the error it was answered with, was lost with the connection")
 
 
 def _bug(error: Exception) -> RefitdError:

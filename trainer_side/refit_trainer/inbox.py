@@ -22,7 +22,7 @@ from refit_protocol.messages import (
     TokensGenerated,
 )
 from refit_trainer.errors import RefitdError, error_from
-from refit_trainer.stream import Delta, cut
+from refit_trainer.stream import Delta, cut, without_first
 
 # What a consumer of one generation finds in its mailbox, in order; the last two end it.
 Arrival = GenerationStarted | list[Delta] | GenerationFinished | RefitdError
@@ -35,40 +35,81 @@ class Mailbox(Protocol):
 
 
 @dataclass
+class _Progress:
+    """How far one output has come; `asked_from` is where it was when the daemon was asked to go on from there."""
+
+    position: int = 0
+    characters: int = 0
+    asked_from: tuple[int, int] = (0, 0)
+    has_gap: bool = False
+    ended: bool = False
+
+    def take(self, delta: Delta) -> None:
+        self.position += len(delta.token_ids)
+        self.characters += len(delta.text or "")
+        self.ended = delta.finish_reason is not None
+        self.has_gap = False
+
+
+@dataclass
 class Generation:
-    """A `Generate` under way: where its tokens go, how far every output has come, and which have ended."""
+    """A `Generate` under way: where its tokens go, how far every output has come, and which have ended.
+
+    `resuming`: the daemon is being asked, or soon will be, to go on from where its outputs are.
+    """
 
     command: Generate
     blobs: Sequence[Frame]
     mailbox: Mailbox | None
-    positions: dict[tuple[int, int], int] = field(default_factory=dict)
-    ended: set[tuple[int, int]] = field(default_factory=set)
+    started: bool = False
+    resuming: bool = False
+    _outputs: dict[tuple[int, int], _Progress] = field(default_factory=dict)
+
+    def resume(self) -> list[StreamCursor]:
+        """Where the daemon has to go on; tokens that were sent before it does may come as well."""
+        self.resuming = True
+        for progress in self._outputs.values():
+            progress.asked_from = progress.position, progress.characters
+        return [
+            StreamCursor(prompt=prompt, output=output, position=progress.position)
+            for (prompt, output), progress in self._outputs.items()
+            if progress.position
+        ]
 
     @property
-    def cursors(self) -> list[StreamCursor]:
-        return [
-            StreamCursor(prompt=prompt, output=output, position=position)
-            for (prompt, output), position in self.positions.items()
-        ]
+    def has_gap(self) -> bool:
+        """Whether tokens were lost that have not come again."""
+        return any(progress.has_gap for progress in self._outputs.values())
 
     def put(self, arrival: Arrival) -> None:
         if self.mailbox is not None:
             self.mailbox.put(arrival)
 
-    def advance(self, delta: TokenDelta) -> bool:
-        """False for the end of an output that has come before, as after a reconnect; raises ValueError where tokens are
-        missing or come twice.
-        """
-        key = (delta.prompt, delta.output)
-        expected = self.positions.get(key, 0)
-        if delta.position != expected:
-            raise ValueError(f"prompt {key[0]}, output {key[1]}: tokens from {delta.position} came after {expected}")
-        self.positions[key] = expected + delta.count
-        if key in self.ended:
-            return False
-        if delta.finish_reason is not None:
-            self.ended.add(key)
-        return True
+    def start(self, started: GenerationStarted) -> None:
+        """A stream that is resumed from its beginning says again that it has started."""
+        if not self.started:
+            self.started = True
+            self.put(started)
+
+    def advance(self, delta: Delta) -> Delta | None:
+        """What of it is new: None where all has come before, or something is missing in front of it."""
+        progress = self._progress(delta)
+        known = progress.position - delta.position
+        if known < 0 or (known > 0 and delta.text and delta.position != progress.asked_from[0]):
+            progress.has_gap = True
+            return None
+        if known > 0:
+            delta = without_first(delta, known, progress.characters - progress.asked_from[1])
+        if progress.ended or not (len(delta.token_ids) or delta.finish_reason):
+            return None
+        progress.take(delta)
+        return delta
+
+    def _progress(self, delta: Delta) -> _Progress:
+        key = delta.prompt, delta.output
+        if (known := self._outputs.get(key)) is not None:
+            return known
+        return self._outputs.setdefault(key, _Progress())
 
 
 class Inbox:
@@ -76,7 +117,9 @@ class Inbox:
         self._ids = count(1)
         self._answers: dict[int, asyncio.Future[Reply]] = {}
         self.generations: dict[int, Generation] = {}
+        # For the connection: to be acknowledged, and to be asked for again.
         self.finished: list[int] = []
+        self.gaps: set[int] = set()
 
     def next_request(self) -> int:
         """The id of a request whose answer nobody waits for."""
@@ -106,6 +149,22 @@ class Inbox:
         generation.mailbox = None
         return True
 
+    @property
+    def abandoned(self) -> list[int]:
+        return [request for request, generation in self.generations.items() if generation.mailbox is None]
+
+    def forget_abandoned(self, request: int) -> None:
+        """The daemon has ended it, and need not keep it either."""
+        if self.generations.pop(request, None) is not None:
+            self.finished.append(request)
+
+    def abandon_all(self, error: RefitdError, *, resuming: bool = False) -> None:
+        """Tells all consumers, or those whose tokens are asked for again, what they are not waiting for any more."""
+        for generation in self.generations.values():
+            if generation.resuming or not resuming:
+                generation.put(error)
+                generation.mailbox = None
+
     def deliver(self, header: ReplyHeader, blobs: Sequence[Frame]) -> None:
         if isinstance(header.body, TokensGenerated):
             self._deliver_tokens(header.body.deltas, blobs)
@@ -120,8 +179,9 @@ class Inbox:
             _settle(answer, error)
 
     def fail_generations(self, error: RefitdError) -> int:
-        """How many consumers were told."""
+        """Their session is gone. How many consumers were told."""
         generations, self.generations = self.generations, {}
+        self.finished.clear()
         for generation in generations.values():
             generation.put(error)
         return sum(generation.mailbox is not None for generation in generations.values())
@@ -133,10 +193,12 @@ class Inbox:
     def _deliver_generation(self, request: int, body: Reply, blobs: Sequence[Frame]) -> None:
         generation = self.generations[request]
         if isinstance(body, GenerationStarted):
-            generation.put(body)
+            generation.start(body)
         elif isinstance(body, GenerationFinished):
             self._deliver_tokens(body.deltas, blobs)
-            self._end(request, body)
+            # With what is missing its end comes again.
+            if not generation.has_gap:
+                self._end(request, body)
         elif isinstance(body, Failed):
             self._end(request, error_from(body))
 
@@ -148,21 +210,20 @@ class Inbox:
     def _deliver_tokens(self, deltas: list[TokenDelta], blobs: Sequence[Frame]) -> None:
         arrived: dict[int, list[Delta]] = {}
         for described, delta in zip(deltas, cut(deltas, blobs), strict=True):
-            if self._advance(described):
-                arrived.setdefault(described.request, []).append(delta)
+            if (new := self._advance(described.request, delta)) is not None:
+                arrived.setdefault(described.request, []).append(new)
         for request, batch in arrived.items():
-            if (generation := self.generations.get(request)) is not None:
-                generation.put(batch)
+            self.generations[request].put(batch)
 
-    def _advance(self, delta: TokenDelta) -> bool:
-        generation = self.generations.get(delta.request)
+    def _advance(self, request: int, delta: Delta) -> Delta | None:
+        generation = self.generations.get(request)
         if generation is None:
-            return False
-        try:
-            return generation.advance(delta)
-        except ValueError as error:
-            self.fail_generation(delta.request, protocol_broken(str(error)))
-            return False
+            return None
+        new = generation.advance(delta)
+        if new is None and generation.has_gap and not generation.resuming:
+            generation.resuming = True
+            self.gaps.add(request)
+        return new
 
 
 def protocol_broken(message: str) -> RefitdError:

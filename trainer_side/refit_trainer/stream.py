@@ -101,6 +101,31 @@ def cut(deltas: Sequence[TokenDelta], blobs: Sequence[Frame]) -> list[Delta]:
     return result
 
 
+def without_first(delta: Delta, tokens: int, characters: int) -> Delta:
+    """What comes behind so many tokens, and characters of the text; of the prompt all has been said with the first."""
+    return msgspec.structs.replace(
+        delta,
+        position=delta.position + tokens,
+        token_ids=delta.token_ids[tokens:],
+        logprobs=delta.logprobs[tokens:],
+        versions=_runs_behind(delta.versions, tokens),
+        text=None if delta.text is None else delta.text[characters:],
+        cached_tokens=None,
+        top=None if delta.top is None else Alternatives(delta.top.token_ids[tokens:], delta.top.logprobs[tokens:]),
+        prompt_logprobs=None,
+    )
+
+
+def _runs_behind(runs: Sequence[VersionRun], tokens: int) -> list[VersionRun]:
+    behind = []
+    for run in runs:
+        skipped = min(tokens, run.count)
+        tokens -= skipped
+        if run.count > skipped:
+            behind.append(VersionRun(run.version, run.count - skipped))
+    return behind
+
+
 def _plain(described: TokenDelta, token_ids: IntArray, logprobs: FloatArray) -> Delta:
     return Delta(
         prompt=described.prompt,
