@@ -25,7 +25,7 @@ from refit_protocol.messages import (
 )
 from refitd.adapters import Adapters
 from refitd.config import Config
-from refitd.deltas import deltas_message
+from refitd.deltas import MESSAGE_BYTES, deltas_message
 from refitd.engine import Engine, PreparedRequest, StepOutput
 from refitd.gate import Gate
 from refitd.output import Job, Output
@@ -314,11 +314,11 @@ class Generation:
             self._flush(job.session)
         else:
             self._drop(job)
-        deltas, blobs = deltas_message(job.outputs)
+        deltas, blobs = deltas_message(iter(job.outputs))
         return Answer(job.finished(deltas), blobs=blobs)
 
     def _flush(self, session: Session) -> None:
-        """One message with all that is new for this client, unless its connection is full: then it merges."""
+        """All that is new for this client, in one message if it fits, unless its connection is full: then it merges."""
         dirty = self._dirty.get(session)
         if not dirty:
             return
@@ -328,9 +328,14 @@ class Generation:
         del self._dirty[session]
         for output in dirty:
             self._announce(output.job)
-        deltas, blobs = deltas_message(dirty)
-        if deltas:
+        unsent = iter(dirty)
+        while self.can_send(session):
+            deltas, blobs = deltas_message(unsent, MESSAGE_BYTES)
+            if not deltas:
+                return
             self.send(session.identity, 0, Answer(TokensGenerated(deltas=deltas), blobs=blobs, last=False))
+        for output in unsent:
+            self._mark(session, output)
 
     def _mark(self, session: Session, output: Output) -> None:
         if not session.closed and not output.job.paused:

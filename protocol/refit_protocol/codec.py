@@ -10,6 +10,7 @@ from the daemon that a client chose to trust, so they are decoded straight into 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,8 @@ class CodecLimits:
 
 
 DEFAULT_LIMITS = CodecLimits()
+# As large as its result: a client that refused one would be sent it again and again.
+REPLY_LIMITS = CodecLimits(header_bytes=sys.maxsize, blob_bytes=sys.maxsize)
 
 
 def encode_request(header: RequestHeader, blobs: Sequence[Frame] = ()) -> list[Frame]:
@@ -78,8 +81,8 @@ def _command(native: Any) -> object:
     return body.get("type") if isinstance(body, dict) else None
 
 
-def decode_reply(frames: Sequence[Frame], limits: CodecLimits = DEFAULT_LIMITS) -> tuple[ReplyHeader, list[Frame]]:
-    """Raises `ProtocolError` like `decode_request`, whose limits on sizes it keeps."""
+def decode_reply(frames: Sequence[Frame], limits: CodecLimits = REPLY_LIMITS) -> tuple[ReplyHeader, list[Frame]]:
+    """Raises `ProtocolError` like `decode_request`; a reply may have any size unless `limits` are given."""
     _check_frames(frames, limits)
     try:
         return _reply_decoder.decode(frames[1]), list(frames[2:])

@@ -225,3 +225,11 @@ def test_a_refused_value_is_not_sent_back_whole() -> None:
     message = refused_with(CommitRefit(epoch=1, source=1, policy="x" * 1_000_000))
     assert len(message) < 1000
     assert "$.body.policy" in message
+
+
+def test_a_reply_may_have_any_size() -> None:
+    """A result is as large as it is; a client that refused it would be sent it again with every connection."""
+    large = bytes((256 << 20) + 1)
+    assert (
+        len(decode_reply(encode_reply(ReplyHeader(id=0, body=TokensGenerated(deltas=[])), [large]))[1][0]) > 256 << 20
+    )

@@ -93,3 +93,24 @@ def test_a_stream_left_while_the_connection_is_gone_leaves_the_engine(
     daemon.until(lambda: len(daemon.engine.running) == 1 and len(daemon.generation._jobs_of(session)) == 1)
     daemon.step(TOKENS)
     assert [token for delta in kept for token in delta.token_ids.tolist()] == [*range(TOKENS)]
+
+
+def test_what_was_missed_comes_in_messages_of_bounded_size(
+    daemon: SmallDaemon, wire: Wire, client: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole outputs, as many as fit: nobody has to hold everything at once."""
+    sizes: list[int] = []
+    send = daemon.generation.send
+
+    def measured(identity: bytes, request: int, answer: Answer) -> None:
+        sizes.append(sum(map(len, answer.blobs)))
+        send(identity, request, answer)
+
+    samples = client.generate([[1, 2]] * 16, Sampling(max_tokens=TOKENS))
+    daemon.until(lambda: len(daemon.engine.running) == 16)
+    wire.cut()
+    monkeypatch.setattr("refitd.generation.MESSAGE_BYTES", 1000)
+    monkeypatch.setattr(daemon.generation, "send", measured)
+    daemon.step(TOKENS)
+    assert [sample.token_ids.tolist() for sample in samples] == [[*range(TOKENS)]] * 16
+    assert max(sizes) <= 1000 + 8 * TOKENS < 8 * TOKENS * 16
