@@ -350,14 +350,18 @@ class Connection:
     async def _ready_link(self, command: Request) -> Link:
         if os.getpid() != self._pid:
             raise UsedAfterFork(f"this client belongs to process {self._pid}: connect anew in the child")
+        self._check_end()
         await self._until_up()
-        if self._end is not None:
-            raise self._end
+        self._check_end()
         if self._untold_restart is not None and not isinstance(command, GetStatus):
             restarted, self._untold_restart = self._untold_restart, None
             raise restarted
         assert self._link is not None, "up means that there is a link"
         return self._link
+
+    def _check_end(self) -> None:
+        if self._end is not None:
+            raise self._end
 
     async def _until_up(self) -> None:
         if self._up.is_set():
