@@ -655,32 +655,6 @@ def test_one_message_feeds_many_streams(peer: Peer, client: Daemon) -> None:
         assert delta.logprobs.tolist() == [-2.0 * index, -2.0 * index - 1]
 
 
-def test_an_asynchronous_streams_time_begins_when_it_is_sent(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long it lay there before it was first asked for a token."""
-    clock = Clock()
-    monkeypatch.setattr("refit_trainer.replies.time", clock)
-
-    async def read() -> list[int]:
-        async with AsyncDaemon.connect(peer.endpoint) as daemon:
-            deltas = daemon.stream([[1, 2]], deadline_seconds=60.0)
-            clock.now += 3600.0
-            return (await anext(deltas)).token_ids.tolist()
-
-    thread, outcome = in_background(asyncio.run, read())
-    send_tokens(begin_stream(peer.next(Generate)), 0, [10])
-    thread.join()
-    assert outcome == [[10]]
-
-
-class Clock:
-    """Stands in for `time` where only its `monotonic` is used."""
-
-    now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 def test_async_stream_is_iterated_and_cancelled(peer: Peer) -> None:
     """The asynchronous iterator sends when it is first advanced, and cancels what it is left with."""
 

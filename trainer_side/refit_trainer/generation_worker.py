@@ -225,10 +225,7 @@ class GenerationWorker:
             loop.call_soon_threadsafe(arrived.put_nowait, item)
 
         works = [work for work in works if work.prompts]
-        running = [
-            asyncio.run_coroutine_threadsafe(self._collect(work, put, greedy=greedy, text=text), self._thread.loop)
-            for work in works
-        ]
+        running = [self._thread.submit(self._collect(work, put, greedy=greedy, text=text)) for work in works]
         try:
             for _ in range(sum(len(work.prompts) for work in works)):
                 item = await arrived.get()
@@ -298,7 +295,7 @@ class GenerationWorker:
         if self._thread.loop.is_closed():
             work.close()
             raise ClientClosed("the worker has been shut down")
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._thread.loop))
+        return await asyncio.wrap_future(self._thread.submit(work))
 
     def _wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         return self._thread.call(work)

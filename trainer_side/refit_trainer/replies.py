@@ -7,9 +7,9 @@ import queue
 import time
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from refit_protocol.messages import GenerationFinished, GenerationStarted, ResolvedSampling
 from refit_trainer.errors import RefitdError, RequestTimedOut
@@ -20,6 +20,7 @@ from refit_trainer.stream import Delta
 GRACE_SECONDS = 5.0
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class Generations(Protocol):
@@ -28,6 +29,14 @@ class Generations(Protocol):
     async def cancel(self, request: int | None, *, timeout_seconds: float) -> list[int]: ...
 
     def abandon(self, request: int) -> None: ...
+
+
+class OwnThread(Protocol):
+    """Where the loop of a client runs that is called from other threads."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def call(self, work: Coroutine[Any, Any, Result]) -> Result: ...
 
 
 class TaskMailbox:
@@ -205,15 +214,15 @@ class Replies(_Replies[Item]):
     def __init__(
         self,
         generation: tuple[Generations, int, ThreadMailbox],
-        loop: asyncio.AbstractEventLoop,
+        thread: OwnThread,
         convert: Callable[[Delta], Item | None],
         deadline_seconds: float,
     ) -> None:
         super().__init__(convert, deadline_seconds)
         self._generations, self._request, self._mailbox = generation
-        self._loop = loop
+        self._thread = thread
         self._give_up_at = time.monotonic() + deadline_seconds + GRACE_SECONDS
-        self._abandon = _abandoner(self, loop, partial(self._generations.abandon, self._request))
+        self._abandon = _abandoner(self, thread.loop, partial(self._generations.abandon, self._request))
 
     def __iter__(self) -> Self:
         return self
@@ -231,8 +240,7 @@ class Replies(_Replies[Item]):
     def cancel(self) -> None:
         """Ends the outputs that are not finished with `cancelled`; the iteration goes on to its end."""
         if not self._collected.ended:
-            cancelling = self._generations.cancel(self._request, timeout_seconds=GRACE_SECONDS)
-            asyncio.run_coroutine_threadsafe(cancelling, self._loop).result()
+            self._thread.call(self._generations.cancel(self._request, timeout_seconds=GRACE_SECONDS))
 
     def __enter__(self) -> Self:
         return self
