@@ -50,6 +50,7 @@ class Generation:
         self._outputs: dict[str, Output] = {}
         self._jobs: dict[Session, dict[int, Job]] = {}
         self._dirty: dict[Session, dict[Output, None]] = {}
+        self._cancelled_early: dict[Session, set[int]] = {}
         self._withdrawals: set[asyncio.Task[None]] = set()
         self.generated_tokens = 0
         self.send: Send = lambda _identity, _request, _answer: None
@@ -66,6 +67,8 @@ class Generation:
         """Streams tokens to the session's connection; the last reply is `GenerationFinished`."""
         assert isinstance(call.body, Generate)
         job = self._accept(call, call.body)
+        if job.request in self._cancelled_early.get(call.owner, ()):
+            self._cancel_job(job, None)
         with self._adapters.uses.held(None if job.adapter is None else job.adapter.id):
             try:
                 await self._start(job)
@@ -87,6 +90,7 @@ class Generation:
         for request in running:
             self._cancel_job(jobs[request], None)
         self._flush(call.owner)
+        self._note_early(call.owner, call.body.request)
         return Answer(GenerationCancelled(requests=running))
 
     def resume(self, call: Call) -> Answer:
@@ -174,6 +178,7 @@ class Generation:
         """Nobody waits for these any more: they leave the engine."""
         jobs = self._jobs.pop(session, {})
         self._dirty.pop(session, None)
+        self._cancelled_early.pop(session, None)
         for job in jobs.values():
             await self._discard(job)
 
@@ -201,6 +206,12 @@ class Generation:
         self._prepared(job, 0)
         jobs[call.id] = job
         return job
+
+    def _note_early(self, session: Session, wanted: int | None) -> None:
+        """A request that came just before its cancellation has a task, but no job yet: it is cancelled as a job."""
+        begun = session.tasks.keys() - self._jobs_of(session).keys()
+        early = self._cancelled_early.get(session, set()) | (begun if wanted is None else {wanted})
+        self._cancelled_early[session] = early & begun
 
     def _prepared(self, job: Job, prompt: int) -> PreparedRequest:
         """The prompt in the engine's form, common to all its outputs."""

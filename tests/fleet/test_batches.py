@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
 
 from refit_protocol.errors import ErrorCode
 from refit_protocol.states import EngineEvent
-from refit_trainer import Fleet, NoMember, RefitdError, Sampling, VersionsMixed
+from refit_trainer import AsyncFleet, Fleet, NoMember, RefitdError, Sample, Sampling, VersionsMixed
+from refit_trainer.replies import AsyncReplies
 from tests.server.small_daemon import SmallDaemon
 
 PROMPTS = [[number, 5, 6] for number in range(12)]
@@ -152,6 +154,27 @@ def test_cancelled_outputs_end_with_what_they_have(fleet: Fleet, small_daemons: 
     got = list(samples)
     assert {(sample.finish_reason, len(sample.token_ids)) for sample in got} == {("cancelled", 3)}
     arrived(small_daemons, 0)
+
+
+def test_what_waits_for_its_turn_is_cancelled_too(small_daemons: list[SmallDaemon]) -> None:
+    """No daemon has been asked for any of it when the cancellation comes; it ends as if all had been."""
+
+    async def scene() -> set[tuple[str, ErrorCode | None]]:
+        async with AsyncFleet.connect([daemon.endpoint for daemon in small_daemons]) as fleet:
+            async with fleet._turns.refit(60):
+                samples = fleet.generate(PROMPTS, TEN, deadline_seconds=20.0)
+                reading = asyncio.create_task(_read(samples))
+                while not fleet.batches._running:  # noqa: ASYNC110 - begun by the reader, who tells nobody
+                    await asyncio.sleep(0)
+                await fleet.cancel()
+            return {(sample.finish_reason, sample.error) for sample in await reading}
+
+    assert asyncio.run(scene()) == {("cancelled", None)}
+    arrived(small_daemons, 0)
+
+
+async def _read(samples: AsyncReplies[Sample]) -> list[Sample]:
+    return [sample async for sample in samples]
 
 
 def test_an_iterator_that_is_dropped_leaves_the_engines(fleet: Fleet, small_daemons: list[SmallDaemon]) -> None:

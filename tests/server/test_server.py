@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import (
     CancelGeneration,
     Failed,
+    Generate,
     GenerationCancelled,
     GenerationFinished,
     GenerationStarted,
@@ -27,6 +29,7 @@ from refit_protocol.messages import (
     HeartbeatAcknowledged,
     Manifest,
     RequestHeader,
+    Sampling,
     Status,
     TokensGenerated,
     WakeUp,
@@ -293,3 +296,24 @@ def test_bug_in_a_room_costs_one_request(daemon: SmallDaemon, connect: Connect) 
 
 def session_of(daemon: SmallDaemon, client: RawClient) -> Session:
     return next(session for session in daemon.sessions if session.token == client.session)
+
+
+def test_a_cancellation_right_behind_its_request_is_not_lost(daemon: SmallDaemon, connect: Connect) -> None:
+    """Both are read in one go, before the request's task has begun."""
+    client = connect()
+    client.hello()
+    identity = next(iter(daemon.sessions)).identity
+    session, ids = client.session, array("i", [1, 2, 3]).tobytes()
+    generate = RequestHeader(id=5, body=Generate(prompt_lengths=[3], sampling=Sampling(max_tokens=9)), session=session)
+    cancel = RequestHeader(id=6, body=CancelGeneration(request=5), session=session)
+
+    def take_both() -> None:
+        daemon.server._take([identity, b"", *encode_request(generate, [ids])])
+        daemon.server._take([identity, b"", *encode_request(cancel)])
+
+    daemon.in_loop(take_both)
+    while (body := client.receive()[0]).id != 0:
+        pass
+    assert [delta.finish_reason for delta in body.body.deltas] == ["cancelled"]
+    assert isinstance(client.receive()[0].body, GenerationFinished)
+    assert not daemon.engine.running

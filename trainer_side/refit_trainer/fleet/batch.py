@@ -58,6 +58,7 @@ class Batch:
         self._asked: dict[tuple[Member, int], Part] = {}
         self._lost: MemberLost | None = None
         self._cancelled = False
+        self._cancel_seconds = 0.0
 
     async def run(self) -> None:
         """Raises what ends the batch; what has been delivered by then stays."""
@@ -76,8 +77,9 @@ class Batch:
         self._mailbox.put(self._finished())
 
     async def cancel(self, timeout_seconds: float) -> None:
-        """Outputs under way end with what they have."""
+        """Outputs under way end with what they have; what no daemon has been asked for yet is cancelled there."""
         self._cancelled = True
+        self._cancel_seconds = timeout_seconds
         asked = [
             member.daemon.connection.cancel(request, timeout_seconds=timeout_seconds) for member, request in self._asked
         ]
@@ -163,6 +165,8 @@ class Batch:
         request = await member.daemon.send_generate(command, blobs, mailbox)
         self._asked[member, request] = part
         try:
+            if self._cancelled:
+                await connection.cancel(request, timeout_seconds=self._cancel_seconds)
             while True:
                 arrival = await self._next(mailbox)
                 if isinstance(arrival, RefitdError):
