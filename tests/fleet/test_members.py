@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from refit_protocol.messages import Status
 from refit_protocol.states import EngineState
-from refit_trainer import AsyncFleet, DaemonUnreachable, Fleet, FleetStatus, MemberState, NoMember
+from refit_trainer import AsyncFleet, DaemonUnreachable, Fleet, FleetStatus, MemberState, NoMember, Sampling
 from refit_trainer.fleet.members import judged, newest
-from tests.server.small_daemon import SmallDaemon
+from tests.fleet.conftest import directory_in
+from tests.server.small_daemon import SmallDaemon, small_daemon
 
 GONE = DaemonUnreachable("gone")
 
@@ -65,6 +67,21 @@ def test_one_that_is_down_is_reported_and_joins_when_it_is_there(small_daemons: 
         assert isinstance(members[1].error, DaemonUnreachable)
     with pytest.raises(NoMember, match="does not exist"):
         Fleet.connect([missing], 0.5)
+
+
+def test_one_that_comes_late_takes_part_by_itself(small_daemons: list[SmallDaemon], tmp_path: Path) -> None:
+    """Nobody has to ask for the fleet's status first: whatever is done next counts it in."""
+    directory = directory_in(tmp_path, 9)
+    first = small_daemons[0]
+    with Fleet.connect([first.endpoint, f"ipc://{directory}/s"], 0.5) as fleet, small_daemon(directory) as late:
+        member = fleet._fleet._members[late.endpoint]
+        late.until(lambda: member.is_up)
+        samples = fleet.generate([[number] for number in range(8)], Sampling(max_tokens=1))
+        late.until(lambda: len(first.engine.running) + len(late.engine.running) == 8)
+        assert late.engine.running
+        for daemon in (first, late):
+            daemon.step()
+        assert len(list(samples)) == 8
 
 
 @pytest.mark.parametrize("endpoints", [[], ["ipc:///tmp/a", "ipc:///tmp/a"]])

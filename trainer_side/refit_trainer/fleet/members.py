@@ -110,11 +110,19 @@ class Member:
         """Raises what keeps the daemon from answering in time; the session goes on being opened."""
         try:
             async with asyncio.timeout(timeout_seconds):
-                self._daemon = self._daemon or await self._opened()
+                if self._daemon is None:
+                    self._daemon = await asyncio.shield(self.open())
                 return await self._status(self._daemon)
         except TimeoutError:
             why = why_unreachable(self.endpoint)
             raise DaemonUnreachable(f"no answer within {timeout_seconds:g} s: {why}") from None
+
+    def open(self) -> asyncio.Task[AsyncDaemon]:
+        """Whoever waits for it or not: once the daemon is there it takes part."""
+        if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
+            self._opening = asyncio.create_task(_open(self.endpoint, self._options))
+            self._opening.add_done_callback(self._note_opened)
+        return self._opening
 
     async def close(self) -> None:
         if self._opening is None:
@@ -124,10 +132,9 @@ class Member:
         if isinstance(opened, AsyncDaemon):
             await opened.close()
 
-    async def _opened(self) -> AsyncDaemon:
-        if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
-            self._opening = asyncio.create_task(_open(self.endpoint, self._options))
-        return await asyncio.shield(self._opening)
+    def _note_opened(self, opening: asyncio.Task[AsyncDaemon]) -> None:
+        if not opening.cancelled() and opening.exception() is None:
+            self._daemon = opening.result()
 
     async def _status(self, daemon: AsyncDaemon) -> Status:
         status = await daemon.status()
@@ -171,9 +178,11 @@ class Members:
         return dict(zip(self.all, answers, strict=True))
 
     async def glance(self, timeout_seconds: float) -> dict[str, Status | RefitdError]:
-        """The same without waiting for those that are down."""
+        """The same without waiting for those that are down; they are being reached meanwhile."""
         up = [member for member in self.all.values() if member.is_up]
         answers = await asyncio.gather(*(_answer(member, timeout_seconds) for member in up))
+        for member in self.all.values():
+            member.open()
         seen = {member.endpoint: answer for member, answer in zip(up, answers, strict=True)}
         return {name: seen.get(name) or DaemonUnreachable(why_unreachable(name)) for name in self.all}
 
