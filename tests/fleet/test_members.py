@@ -84,6 +84,16 @@ def test_one_that_comes_late_takes_part_by_itself(small_daemons: list[SmallDaemo
         assert len(list(samples)) == 8
 
 
+def test_the_version_of_one_that_is_left_out_is_not_the_fleets(small_daemons: list[SmallDaemon]) -> None:
+    """It may have been refitted by others; those that take part are not behind it."""
+    endpoints = [daemon.endpoint for daemon in small_daemons]
+    with Fleet.connect(endpoints) as fleet:
+        fleet.leave_out(endpoints[0])
+        small_daemons[0].in_loop(lambda: setattr(small_daemons[0].gate, "version", 9))
+        status = fleet.status()
+        assert (status.version, status.serving) == (0, endpoints[1:])
+
+
 @pytest.mark.parametrize("endpoints", [[], ["ipc:///tmp/a", "ipc:///tmp/a"]])
 def test_a_fleet_is_of_different_daemons(endpoints: list[str]) -> None:
     with pytest.raises(ValueError, match="each once"):

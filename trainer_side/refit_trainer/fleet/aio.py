@@ -119,7 +119,7 @@ class AsyncFleet:
     async def status(self) -> FleetStatus:
         """Asks every daemon; one that is down has `probe_seconds` to come up."""
         answers = await self._members.look(self._probe_seconds)
-        self._members.version = max(self.version, newest(answers.values()) or 0)
+        self._members.note_version(answers)
         return FleetStatus(
             version=self.version,
             members=[

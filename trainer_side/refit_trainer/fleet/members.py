@@ -203,8 +203,7 @@ class Members:
 
     async def newest_version(self, timeout_seconds: float) -> int:
         """What a batch is pinned to; raises `NoMember` where the fleet's version is served nowhere."""
-        answers = await self.glance(timeout_seconds)
-        version = newest(answer for name, answer in answers.items() if not self.all[name].left_out)
+        version = self._newest(await self.glance(timeout_seconds))
         if version is None or version < self.version:
             raise NoMember(
                 f"version {self.version} of the fleet is served nowhere: refit",
@@ -212,6 +211,13 @@ class Members:
             )
         self.version = version
         return version
+
+    def note_version(self, answers: Mapping[str, Status | RefitdError]) -> None:
+        """What is served by those that are not left out: what the others serve is no version of the fleet."""
+        self.version = max(self.version, self._newest(answers) or 0)
+
+    def _newest(self, answers: Mapping[str, Status | RefitdError]) -> int | None:
+        return newest(answer for name, answer in answers.items() if not self.all[name].left_out)
 
     async def close(self) -> None:
         await asyncio.gather(*(member.close() for member in self.all.values()))
