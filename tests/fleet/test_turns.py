@@ -7,7 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
+from refit_trainer import AsyncFleet
 from refit_trainer.fleet.turns import Turns
+from tests.server.small_daemon import SmallDaemon
+
+
+class Interrupted(BaseException):
+    """A KeyboardInterrupt would end the tests."""
 
 
 async def settled() -> None:
@@ -94,5 +100,21 @@ def test_a_cancelled_batch_has_left() -> None:
         await asyncio.gather(batch.task, return_exceptions=True)
         async with turns.refit(60):
             assert turns.batches == 0
+
+    asyncio.run(scene())
+
+
+def test_an_interrupt_just_after_the_turn_came_gives_it_back(small_daemons: list[SmallDaemon]) -> None:
+    """As Ctrl-C on another thread does, between the turn and the refit: batches go on."""
+
+    async def scene() -> None:
+        async with AsyncFleet.connect([small_daemons[0].endpoint]) as fleet:
+            steps = fleet.refit_steps({}, None, {})
+            await next(steps)
+            await steps.throw(Interrupted())
+            with pytest.raises(Interrupted):
+                next(steps)
+            async with asyncio.timeout(30), fleet._turns.batch():
+                pass
 
     asyncio.run(scene())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import TYPE_CHECKING, Self, TypedDict, Unpack, cast
 
 from refit_protocol.endpoint import socket_path
@@ -195,9 +195,9 @@ class AsyncFleet:
         self, weights: torch.nn.Module | Weights, specs: Sequence[TensorShape] | None, options: RefitOptions
     ) -> Steps[FleetReport]:
         only, rest, timeout_seconds = split_options(options)
-        turn = self._turns.refit(rest["deadline_seconds"])
-        yield _entered(turn)
+        turn = AsyncExitStack()
         try:
+            yield _enter(turn, self._turns.refit(rest["deadline_seconds"]))
             answers = yield self._members.glance(self._probe_seconds)
             version = rest.get("version")
             rest["version"] = _version_after(answers.values(), self.version) if version is None else version
@@ -206,16 +206,16 @@ class AsyncFleet:
             self._members.version = max(self.version, report.version)
             return report
         finally:
-            yield turn.__aexit__(None, None, None)
+            yield turn.aclose()
 
     def catch_up_steps(
         self, weights: torch.nn.Module | Mapping[str, torch.Tensor], options: CommitOptions
     ) -> Steps[FleetReport]:
         everything: RefitOptions = {"only": None, **options}
         _, rest, timeout_seconds = split_options(everything)
-        turn = self._turns.refit(rest["deadline_seconds"])
-        yield _entered(turn)
+        turn = AsyncExitStack()
         try:
+            yield _enter(turn, self._turns.refit(rest["deadline_seconds"]))
             status: FleetStatus = yield self.status()
             behind = {
                 member.endpoint: self._one_refit(member.endpoint, timeout_seconds)
@@ -231,7 +231,7 @@ class AsyncFleet:
             rest["version"] = status.version
             return (yield from self._run(FleetRefit(behind, {}, "leave_out"), weights, None, None, rest))
         finally:
-            yield turn.__aexit__(None, None, None)
+            yield turn.aclose()
 
     def _run(
         self,
@@ -346,9 +346,9 @@ def _check_local(endpoint: str) -> None:
         )
 
 
-async def _entered(turn: AbstractAsyncContextManager[None]) -> None:
+async def _enter(stack: AsyncExitStack, turn: AbstractAsyncContextManager[None]) -> None:
     try:
-        await turn.__aenter__()
+        await stack.enter_async_context(turn)
     except TimeoutError:
         busy = RefitdError("batches of the version before still run", code=ErrorCode.DEADLINE_EXCEEDED, retryable=True)
         raise FleetRefitRefused("nothing was written at any daemon", {"this fleet": busy}) from None
