@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +33,7 @@ from refit_protocol.messages import (
     WriterAcquired,
 )
 from refit_protocol.states import EngineState
-from refit_trainer import Daemon, DaemonRestarted, RefitdError, share_parameters
+from refit_trainer import AsyncDaemon, Daemon, DaemonRestarted, RefitdError, share_parameters
 from refit_trainer.layouts import layout_of
 from tests.trainer.peer import Asked, Peer, endpoint_in, running
 from tests.trainer.test_connection import in_background
@@ -222,3 +223,24 @@ def test_no_tensors_at_all_is_an_error(client: Daemon, peer: Peer) -> None:
     peer.next(AcquireWriter).reply(WriterAcquired(epoch=7))
     thread.join()
     assert isinstance(outcome[0], ValueError)
+
+
+class Interrupted(BaseException):
+    """A KeyboardInterrupt would end the tests."""
+
+
+def test_an_interrupt_just_after_the_role_came_leaves_it(peer: Peer) -> None:
+    """As Ctrl-C on another thread does, between the role and the refit: the next refit does not wait for ever."""
+    peer.answer = lambda asked: asked.reply(WriterAcquired(epoch=7))
+
+    async def scene() -> None:
+        async with AsyncDaemon.connect(peer.endpoint) as daemon:
+            steps = daemon.refit_steps(TENSORS, None, {})
+            await next(steps)
+            await steps.throw(Interrupted())
+            with pytest.raises(Interrupted):
+                next(steps)
+            async with asyncio.timeout(30):
+                await daemon.acquire_writer()
+
+    asyncio.run(scene())

@@ -42,6 +42,7 @@ class DaemonRefit:
         self._connection = connection
         self._role = role
         self._timeout_seconds = timeout_seconds
+        self._entered = False
         self._epoch = 0
         self._source = 0
         self._buckets = 0
@@ -55,9 +56,13 @@ class DaemonRefit:
 
     async def enter(self) -> None:
         self._epoch = await self._role.enter(self._timeout_seconds)
+        self._entered = True
 
     async def leave(self) -> None:
-        await self._role.leave()
+        """Nothing where it was not entered, or was left before."""
+        if self._entered:
+            self._entered = False
+            await self._role.leave()
 
     async def open(
         self, memory: ExportedMemory, kind: Literal["inplace", "bucket"], tensors: Sequence[SourceTensor]

@@ -56,7 +56,8 @@ class BucketTarget(Protocol[_Answer]):
     async def abort(self, error: BaseException) -> None:
         """`error` is what ends the refit, and will be raised."""
 
-    async def leave(self) -> None: ...
+    async def leave(self) -> None:
+        """Nothing where it was not entered, or was left before."""
 
 
 class Staging:
@@ -88,12 +89,14 @@ class Staging:
         if only is not None:
             layout = {name: layout[name] for name in only if name in layout}
             tensors = selected(tensors, frozenset(only))
-        yield target.enter()
         try:
-            report = yield from self._run(target, tensors, layout, options, partial=only is not None)
-        except BaseException as error:
-            yield target.abort(error)
-            raise
+            # The target may be entered by the time that its caller is interrupted: leaving comes after either.
+            yield target.enter()
+            try:
+                report = yield from self._run(target, tensors, layout, options, partial=only is not None)
+            except BaseException as error:
+                yield target.abort(error)
+                raise
         finally:
             yield target.leave()
         if not isinstance(weights, Mapping) and only is None:
