@@ -13,7 +13,7 @@ from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.tensors import BucketPiece, DType, TensorShape
 from refitd.worker.attest import check_same
 from refitd.worker.boxes import Transfer
-from refitd.worker.copies import Copy, view_of
+from refitd.worker.copies import Copy, view_of, wait_for_stream
 from refitd.worker.plan import Plan
 from refitd.worker.programs import Program, copy_program
 from refitd.worker.sources import PLAN_OFF
@@ -195,9 +195,11 @@ class BucketRefit:
         """Reads the whole bucket, which may be overwritten afterwards; returns the bytes that went into the engine."""
         program = self.source.program(self._weights, self.announced, bucket, pieces)
         program.run()
-        for piece in pieces:
-            if piece.name in self._staged:
-                self._stage(bucket, piece)
+        staged = [piece for piece in pieces if piece.name in self._staged]
+        for piece in staged:
+            self._stage(bucket, piece)
+        if staged:
+            wait_for_stream(self._weights.device)
         self.size_bytes += program.size_bytes
         return program.size_bytes
 

@@ -107,6 +107,13 @@ def copy_on_this_thread(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
+def wait_for_stream(device: torch.device) -> None:
+    """Until all that this thread has enqueued is done: whoever overwrites a source or reads a target does so on another
+    stream, or in another process."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def merge_neighbours(copies: Sequence[Copy]) -> list[Copy]:
     """Joins runs that follow each other on both sides."""
     ordered = sorted(

@@ -12,6 +12,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.tensors import FLOAT_DTYPES, DType, TensorShape
+from refitd.worker.copies import wait_for_stream
 from refitd.worker.cpu_patches import renew_shadows
 from refitd.worker.loading import opaque_modules, reload, tied_heads, vocabulary_parameters
 from refitd.worker.manifest import Shapes, checkpoint_shapes
@@ -73,8 +74,9 @@ class EngineWeights:
         return self._flat[parameter]
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Through vLLM's loader; see `loading.reload`."""
+        """Through vLLM's loader; see `loading.reload`. The tensors may be overwritten afterwards."""
         reload(self._model_runner, self._vllm_config, tensors)
+        wait_for_stream(self.device)
 
     def after_write(self) -> None:
         """Renews what the engine derives from its parameters."""
