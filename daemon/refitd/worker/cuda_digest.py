@@ -89,10 +89,13 @@ class _Table:
         self._count = len(rows)
         self._rows = torch.from_numpy(rows.view(np.uint8)).to(device)
         self._different = torch.zeros(self._count, dtype=torch.uint8, device=device)
+        self._compares = bool(rows["other"].any())
         self._blocks = min(multiprocessors(device) * BLOCKS_PER_MULTIPROCESSOR, self._count)
 
     def run(self, lanes: torch.Tensor, sums: torch.Tensor) -> None:
-        self._different.zero_()
+        # Nobody else sets any, and the launch of a kernel that is cold takes 0.1 ms.
+        if self._compares:
+            self._different.zero_()
         launch(self._kernel, self._blocks, THREADS, self._rows, self._count, lanes, sums, self._different)
 
     def different(self) -> NDArray[np.bool_]:
