@@ -168,7 +168,38 @@ def test_a_refusal_too_large_for_a_message_comes_without_its_details() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("said", [b"\xc1", b"\x01", b"\x80\x80"])
+class Thorough(Rank):
+    """A worker that names every tensor."""
+
+    def refitd_list(self, size_bytes: int) -> dict[str, Any]:
+        return {"loader_tensors": "x" * size_bytes}
+
+
+# The largest that fill one and two pieces, and a byte less or more: the marker takes one of each piece, and message
+# pack adds 19 bytes to a short text and 21 to a long one.
+ONE_PIECE = MAX_MESSAGE_BYTES - 1 - 19
+TWO_PIECES = 2 * (MAX_MESSAGE_BYTES - 1) - 21
+
+
+@pytest.mark.parametrize(
+    "size_bytes", [3_000_000, *(full + more for full in (ONE_PIECE, TWO_PIECES) for more in (-1, 0, 1))]
+)
+def test_an_answer_may_be_of_any_length(size_bytes: int) -> None:
+    """The next call's answer is not taken for its rest."""
+
+    async def scenario() -> None:
+        lines = await opened(Thorough(0))
+        try:
+            calls = [lines.call(message("refitd_list", size_bytes)), lines.call(message("refitd_add", 1, 1))]
+            [[long], [short]] = await asyncio.gather(*calls)
+        finally:
+            lines.close()
+        assert (len(long["loader_tensors"]), short["sum"]) == (size_bytes, 2)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("said", [b"\1", b"\1\xc1", b"\1\1", b"\1\x80\x80"])
 def test_what_is_no_answer_ends_the_line(said: bytes) -> None:
     """Nobody waits for the answer that it should have been."""
 

@@ -17,6 +17,8 @@ from typing import Any
 import msgspec
 
 MAX_MESSAGE_BYTES = 64 << 10
+# What a piece of an answer begins with, if it is not the last.
+MORE = b"\0"
 # A worker connects before it answers the call that asks it to.
 ACCEPT_SECONDS = 5.0
 
@@ -75,12 +77,14 @@ class Lines:
 
 
 class _Line:
-    """`_unsent`: calls for which a worker that is busy with those before has no room yet."""
+    """`_unsent`: calls for which a worker that is busy with those before has no room yet; `_pieces`: of an answer that
+    is still coming."""
 
     def __init__(self, line: socket.socket) -> None:
         self._line = line
         self._waiting: deque[asyncio.Future[dict[str, Any]]] = deque()
         self._unsent: deque[bytes] = deque()
+        self._pieces: list[bytes] = []
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(line.fileno(), self._read)
 
@@ -125,8 +129,12 @@ class _Line:
         if not message:
             self.close()
             return
+        self._pieces.append(message[len(MORE) :])
+        if message.startswith(MORE):
+            return
+        whole, self._pieces = b"".join(self._pieces), []
         try:
-            self._settle(msgspec.msgpack.decode(message, type=dict[str, Any]))
+            self._settle(msgspec.msgpack.decode(whole, type=dict[str, Any]))
         except (msgspec.DecodeError, IndexError) as error:
             self.close(f"the worker said what is no answer: {error}")
 

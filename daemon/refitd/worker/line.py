@@ -17,6 +17,8 @@ import torch
 from refitd.worker.boundary import Answer
 
 MAX_MESSAGE_BYTES = 64 << 10
+# What a piece of an answer begins with.
+MORE, LAST = b"\0", b"\1"
 # Characters, of up to four bytes.
 MAX_TEXT = 8 << 10
 
@@ -41,13 +43,22 @@ def _serve(worker: Any, line: socket.socket) -> None:
         while message := line.recv(MAX_MESSAGE_BYTES):
             method, arguments = msgspec.msgpack.decode(message, type=tuple[str, list[Any]])
             assert method.startswith("refitd_"), "the daemon calls the extension's methods only"
-            line.send(_message(getattr(worker, method)(*arguments)))
+            _send(line, _message(getattr(worker, method)(*arguments)))
+
+
+def _send(line: socket.socket, message: bytes) -> None:
+    """In pieces where it has to be: an answer may list every tensor of the model."""
+    body_bytes = MAX_MESSAGE_BYTES - len(LAST)
+    ends = range(body_bytes, len(message), body_bytes)
+    for end in ends:
+        line.send(MORE + message[end - body_bytes : end])
+    line.send(LAST + message[len(ends) * body_bytes :])
 
 
 def _message(answer: Answer) -> bytes:
-    """Refusals quote names that a trainer chose, and might not fit into a message: then without details."""
+    """Refusals quote names that a trainer chose: those that are too long come without details."""
     message = msgspec.msgpack.encode(answer)
-    if len(message) <= MAX_MESSAGE_BYTES:
+    if len(message) <= MAX_MESSAGE_BYTES or "error" not in answer:
         return message
     error = answer["error"]
     short = {**error, "message": error["message"][:MAX_TEXT], "details": {}}
