@@ -13,13 +13,15 @@ from refit_trainer import AsyncFleet, Fleet, NoMember, RefitdError, Sample, Samp
 from refit_trainer.replies import AsyncReplies
 from tests.server.small_daemon import SmallDaemon
 
-PROMPTS = [[number, 5, 6] for number in range(12)]
+# Which daemon gets which is a matter of hashes of paths: so many that none of the three is left without.
+COUNT = 48
+PROMPTS = [[number, 5, 6] for number in range(COUNT)]
 TEN = Sampling(max_tokens=10)
 
 
 @pytest.fixture
 def fleet(small_daemons: list[SmallDaemon]) -> Iterator[Fleet]:
-    with Fleet.connect([daemon.endpoint for daemon in small_daemons]) as connected:
+    with Fleet.connect([daemon.endpoint for daemon in small_daemons], probe_seconds=60.0) as connected:
         yield connected
 
 
@@ -45,26 +47,26 @@ def run_all(daemons: list[SmallDaemon]) -> None:
 def test_all_daemons_take_part_and_everything_comes_once(fleet: Fleet, small_daemons: list[SmallDaemon]) -> None:
     """With the numbers of the batch, not of the daemons; counts and limits are those of the whole."""
     samples = fleet.generate(PROMPTS, Sampling(n=2, max_tokens=10))
-    arrived(small_daemons, 24)
+    arrived(small_daemons, 2 * COUNT)
     assert all(daemon.engine.running for daemon in small_daemons)
     run_all(small_daemons)
     got = list(samples)
-    assert sorted((s.prompt, s.output) for s in got) == [(p, o) for p in range(12) for o in range(2)]
+    assert sorted((s.prompt, s.output) for s in got) == [(p, o) for p in range(COUNT) for o in range(2)]
     assert all(sample.token_ids.tolist() == [*range(10)] for sample in got)
     assert samples.finished is not None
     assert (samples.finished.outputs, samples.finished.generated_tokens, samples.finished.prompt_tokens) == (
-        24,
-        240,
-        36,
+        2 * COUNT,
+        20 * COUNT,
+        3 * COUNT,
     )
     assert samples.resolved is not None
-    assert samples.resolved.max_tokens == [10] * 12
+    assert samples.resolved.max_tokens == [10] * COUNT
 
 
 def test_a_sample_of_another_version_is_made_again_elsewhere(fleet: Fleet, small_daemons: list[SmallDaemon]) -> None:
     """One daemon's weights change under the batch: its outputs move to those that still serve the batch's version."""
     samples = fleet.generate(PROMPTS, TEN)
-    arrived(small_daemons, 12)
+    arrived(small_daemons, COUNT)
     changed, *others = small_daemons
     moving = len(changed.engine.running)
     for daemon in small_daemons:
@@ -76,7 +78,7 @@ def test_a_sample_of_another_version_is_made_again_elsewhere(fleet: Fleet, small
     assert not changed.engine.running
     run_all(others)
     got = list(samples)
-    assert sorted(sample.prompt for sample in got) == [*range(12)]
+    assert sorted(sample.prompt for sample in got) == [*range(COUNT)]
     assert {sample.version for sample in got} == {0}
     assert all(sample.token_ids.tolist() == [*range(10)] for sample in got)
 
@@ -84,7 +86,7 @@ def test_a_sample_of_another_version_is_made_again_elsewhere(fleet: Fleet, small
 def test_a_batch_whose_version_is_gone_says_so(fleet: Fleet, small_daemons: list[SmallDaemon]) -> None:
     """All daemons changed: there is nobody left to make it again."""
     samples = fleet.generate(PROMPTS, TEN)
-    arrived(small_daemons, 12)
+    arrived(small_daemons, COUNT)
     for daemon in small_daemons:
         daemon.step(3)
         set_version(daemon, 1)
@@ -98,7 +100,7 @@ def test_a_batch_whose_version_is_gone_says_so(fleet: Fleet, small_daemons: list
 def test_a_stream_of_another_version_ends_at_once(fleet: Fleet, small_daemons: list[SmallDaemon]) -> None:
     """Tokens that were delivered cannot be taken back."""
     deltas = fleet.stream(PROMPTS, TEN)
-    arrived(small_daemons, 12)
+    arrived(small_daemons, COUNT)
     for daemon in small_daemons:
         daemon.step(3)
     set_version(small_daemons[1], 1)
@@ -111,7 +113,7 @@ def test_versions_may_be_mixed_where_that_is_allowed(fleet: Fleet, small_daemons
     """Every daemon serves its part with what it has, and every sample says what that was."""
     set_version(small_daemons[1], 1)
     samples = fleet.generate(PROMPTS, TEN, allow_mixed_versions=True)
-    arrived(small_daemons, 12)
+    arrived(small_daemons, COUNT)
     run_all(small_daemons)
     assert {sample.version for sample in samples} == {0, 1}
 
@@ -120,7 +122,7 @@ def test_a_batch_is_of_the_newest_version(fleet: Fleet, small_daemons: list[Smal
     """Those that are behind get none of it; a version that nobody serves yet is refused, as is going back."""
     set_version(small_daemons[1], 4)
     samples = fleet.generate(PROMPTS, TEN)
-    arrived(small_daemons[1:2], 12)
+    arrived(small_daemons[1:2], COUNT)
     run_all(small_daemons)
     assert {sample.version for sample in samples} == {4}
     with pytest.raises(RefitdError) as early:
@@ -136,9 +138,9 @@ def test_what_cannot_serve_gets_nothing(fleet: Fleet, small_daemons: list[SmallD
     small_daemons[0].in_loop(lambda: small_daemons[0].gate.step(EngineEvent.DRAIN_STARTED))
     fleet.leave_out(small_daemons[1].endpoint)
     samples = fleet.generate(PROMPTS, TEN)
-    arrived(small_daemons[2:], 12)
+    arrived(small_daemons[2:], COUNT)
     run_all(small_daemons[2:])
-    assert len(list(samples)) == 12
+    assert len(list(samples)) == COUNT
     fleet.leave_out(small_daemons[2].endpoint)
     with pytest.raises(NoMember):
         list(fleet.generate(PROMPTS, TEN))
@@ -147,7 +149,7 @@ def test_what_cannot_serve_gets_nothing(fleet: Fleet, small_daemons: list[SmallD
 def test_cancelled_outputs_end_with_what_they_have(fleet: Fleet, small_daemons: list[SmallDaemon]) -> None:
     """Nothing is asked for again."""
     samples = fleet.generate(PROMPTS, TEN)
-    arrived(small_daemons, 12)
+    arrived(small_daemons, COUNT)
     for daemon in small_daemons:
         daemon.step(3)
     samples.cancel()
@@ -160,7 +162,7 @@ def test_what_waits_for_its_turn_is_cancelled_too(small_daemons: list[SmallDaemo
     """No daemon has been asked for any of it when the cancellation comes; it ends as if all had been."""
 
     async def scene() -> set[tuple[str, ErrorCode | None]]:
-        async with AsyncFleet.connect([daemon.endpoint for daemon in small_daemons]) as fleet:
+        async with AsyncFleet.connect([daemon.endpoint for daemon in small_daemons], probe_seconds=60.0) as fleet:
             async with fleet._turns.refit(60):
                 samples = fleet.generate(PROMPTS, TEN, deadline_seconds=20.0)
                 reading = asyncio.create_task(_read(samples))
@@ -179,7 +181,7 @@ async def _read(samples: AsyncReplies[Sample]) -> list[Sample]:
 
 def test_an_iterator_that_is_dropped_leaves_the_engines(fleet: Fleet, small_daemons: list[SmallDaemon]) -> None:
     with fleet.generate(PROMPTS, TEN):
-        arrived(small_daemons, 12)
+        arrived(small_daemons, COUNT)
     arrived(small_daemons, 0)
 
 

@@ -73,15 +73,16 @@ def test_one_that_comes_late_takes_part_by_itself(small_daemons: list[SmallDaemo
     """Nobody has to ask for the fleet's status first: whatever is done next counts it in."""
     directory = directory_in(tmp_path, 9)
     first = small_daemons[0]
-    with Fleet.connect([first.endpoint, f"ipc://{directory}/s"], 0.5) as fleet, small_daemon(directory) as late:
+    endpoints = [first.endpoint, f"ipc://{directory}/s"]
+    with Fleet.connect(endpoints, 0.5, probe_seconds=60.0) as fleet, small_daemon(directory) as late:
         member = fleet._fleet._members[late.endpoint]
         late.until(lambda: member.is_up)
-        samples = fleet.generate([[number] for number in range(8)], Sampling(max_tokens=1))
-        late.until(lambda: len(first.engine.running) + len(late.engine.running) == 8)
+        samples = fleet.generate([[number] for number in range(40)], Sampling(max_tokens=1))
+        late.until(lambda: len(first.engine.running) + len(late.engine.running) == 40)
         assert late.engine.running
         for daemon in (first, late):
             daemon.step()
-        assert len(list(samples)) == 8
+        assert len(list(samples)) == 40
 
 
 def test_the_version_of_one_that_is_left_out_is_not_the_fleets(small_daemons: list[SmallDaemon]) -> None:
