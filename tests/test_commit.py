@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from refit_protocol.errors import ErrorCode, ProtocolError
-from refit_protocol.messages import CommitRefit, RefitCommitted
+from refit_protocol.messages import BeginRefit, CommitRefit, RefitCommitted, ReleaseWriter, WriterReleased
 from refit_protocol.states import EngineState
 from tests.scripted_app import loaded_app, worker_refusal
 
@@ -33,5 +34,35 @@ def test_a_cache_that_cannot_be_cleaned_refuses_the_refit_before_it_writes(
             await scripted.ask(session, CommitRefit(epoch=epoch, source=source), RefitCommitted)
             assert not scripted.llm.nan_seen
             assert scripted.llm.calls.index("refitd_clean_cache") < scripted.llm.calls.index("refitd_commit")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("kind", ["inplace", "bucket"])
+def test_what_waits_for_requests_ends_with_the_writers_role(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Literal["inplace", "bucket"]
+) -> None:
+    """A trainer that gives up before its commit or begin is answered has no number to abort it by. After the release
+    the gate is open, and nothing of the trainer's memory has been read or will be."""
+
+    async def run() -> None:
+        async with loaded_app(tmp_path, monkeypatch) as scripted:
+            gate = scripted.app.gate
+            session, epoch = await scripted.writer()
+            source = await scripted.open(session, epoch, kind)
+            gate.enter()
+            command = CommitRefit if kind == "inplace" else BeginRefit
+            refit = asyncio.create_task(
+                scripted.ask(session, command(epoch=epoch, source=source, policy="finish"), RefitCommitted)
+            )
+            while gate.state is not EngineState.REFITTING:  # noqa: ASYNC110 - the gate has no event for it
+                await asyncio.sleep(0)
+            await scripted.ask(session, ReleaseWriter(), WriterReleased)
+            with pytest.raises(ProtocolError) as ended:
+                await refit
+            assert ended.value.code is ErrorCode.REFIT_FAILED
+            assert await gate.admit() == 0
+            gate.leave()
+            assert not {"refitd_commit", "refitd_begin"} & {*scripted.llm.calls}
 
     asyncio.run(run())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import asyncio
 import gc
 import os
 import threading
@@ -28,7 +29,7 @@ from refit_protocol.messages import (
 )
 from refit_protocol.states import EngineState
 from refit_protocol.tensors import DType, TensorShape
-from refit_trainer import Daemon, LayoutMismatch, RefitdError, Sampling, share_parameters
+from refit_trainer import AsyncDaemon, Daemon, LayoutMismatch, RefitdError, Sampling, share_parameters
 from refit_trainer.names import checkpoint_tensors
 from tests.conftest import GREEDY, PROMPT
 from tests.daemon_process import DaemonProcess
@@ -289,6 +290,32 @@ def test_interrupt_while_waiting_leaves_the_client_usable(daemon: Daemon) -> Non
         read_for_ever(daemon)
     deltas.close()
     assert isinstance(daemon.status(), Status)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_cancelled_refit_opens_the_gate_again(
+    daemon: Daemon, daemon_process: DaemonProcess, other: PreTrainedModel, *, shared: bool
+) -> None:
+    """One that still waits for running requests is withdrawn at once: they go on, and so does everybody else."""
+    version = daemon.status().version
+    weights = share_parameters(other) if shared else other
+
+    async def cancelled() -> None:
+        async with AsyncDaemon.connect(daemon_process.endpoint) as trainer:
+            async with trainer.stream([PROMPT], Sampling(max_tokens=240, ignore_eos=True)) as deltas:
+                await anext(deltas)
+                refit = asyncio.create_task(trainer.refit(weights, policy="finish"))
+                while (await trainer.status()).state is not EngineState.REFITTING:
+                    assert not refit.done(), "the request has ended too soon"
+                refit.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await refit
+                status = await trainer.status()
+                assert (status.state, status.version, status.writer) == (EngineState.READY, version, None)
+            assert (await trainer.refit(weights)).version == version + 1
+
+    daemon.release_writer()
+    asyncio.run(cancelled())
 
 
 # --- without this library ---

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from refit_protocol.messages import (
     CommitRefit,
     FinishRefit,
     GetManifest,
+    GetStatus,
     Manifest,
     OpenSource,
     RefitAborted,
@@ -28,15 +32,21 @@ from refit_protocol.messages import (
     RefitCommitted,
     RefitMilliseconds,
     RefitReport,
+    RefitValidated,
+    ReleaseWriter,
+    ReloadWeights,
+    Request,
     SourceClosed,
     SourceOpened,
+    ValidateRefit,
     WriterAcquired,
+    WriterReleased,
 )
 from refit_protocol.states import EngineState
-from refit_trainer import AsyncDaemon, Daemon, DaemonRestarted, RefitdError, share_parameters
+from refit_trainer import AsyncDaemon, Daemon, DaemonRestarted, DaemonUnreachable, Fleet, RefitdError, share_parameters
 from refit_trainer.layouts import layout_of
 from tests.trainer.peer import Asked, Peer, endpoint_in, running
-from tests.trainer.test_connection import in_background
+from tests.trainer.test_connection import STATUS, in_background
 
 TENSORS = {name: torch.full((16,), float(index)) for index, name in enumerate("abcdef")}
 REPORT = RefitReport(
@@ -244,3 +254,108 @@ def test_an_interrupt_just_after_the_role_came_leaves_it(peer: Peer) -> None:
                 await daemon.acquire_writer()
 
     asyncio.run(scene())
+
+
+# --- what nobody waits for any more ---
+
+
+@pytest.mark.parametrize("kind", ["buckets", "in place", "fleet"])
+def test_interrupted_refit_is_ended_before_the_interrupt_goes_on(peer: Peer, client: Daemon, kind: str) -> None:
+    """A begin or commit that waits at the gate has no number yet: with the writer's role it is withdrawn. Only then may
+    the caller, who has caught the interrupt, write to its parameters again."""
+    order = []
+
+    def interrupt() -> None:
+        answer_until(peer, BeginRefit if kind == "buckets" else CommitRefit)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        released = peer.next(ReleaseWriter)
+        order.append("the daemon reads nothing any more")
+        released.reply(WriterReleased())
+
+    thread, failure = in_background(interrupt)
+    weights = TENSORS if kind == "buckets" else share_parameters(torch.nn.Linear(2, 2))
+    with Fleet.connect([peer.endpoint]) if kind == "fleet" else contextlib.nullcontext(client) as refits:
+        with pytest.raises(KeyboardInterrupt):
+            refits.refit(weights)
+        order.append("interrupted")
+        thread.join()
+    assert (order, failure) == (["the daemon reads nothing any more", "interrupted"], [None])
+
+
+@pytest.mark.parametrize(
+    ("work", "command"),
+    [
+        (lambda client: client.refit(TENSORS), BeginRefit),
+        (lambda client: client.refit(share_parameters(torch.nn.Linear(2, 2))), CommitRefit),
+        (lambda client: client.receive_refit(1, [*layout_of(TENSORS.items()).values()]), BeginRefit),
+        (lambda client: client.reload(), ReloadWeights),
+    ],
+)
+def test_cancelled_refit_lets_go_of_the_role(peer: Peer, work: object, command: type[Request]) -> None:
+    """Whatever the daemon has not answered ends with the role; the next refit takes it, and opens its sources, anew."""
+
+    async def cancelled() -> None:
+        async with AsyncDaemon.connect(peer.endpoint) as client:
+            refit = asyncio.create_task(work(client))
+            await asyncio.to_thread(answer_until, peer, command)
+            refit.cancel()
+            (await asyncio.to_thread(peer.next, ReleaseWriter)).reply(WriterReleased())
+            with pytest.raises(asyncio.CancelledError):
+                await refit
+            again = asyncio.create_task(work(client))
+            await asyncio.to_thread(answer_until, peer, command)
+            again.cancel()
+            (await asyncio.to_thread(peer.next, ReleaseWriter)).reply(WriterReleased())
+            await asyncio.wait({again})
+
+    asyncio.run(cancelled())
+
+
+def answer_until(peer: Peer, command: type[Request]) -> None:
+    """Answers whatever comes before `command`."""
+    while not isinstance((asked := peer.next()).body, command):
+        answers = {
+            GetStatus: STATUS,
+            AcquireWriter: WriterAcquired(epoch=7),
+            OpenSource: SourceOpened(source=1, path="plan", tensors=1, size_bytes=1, unplanned=[]),
+            ValidateRefit: RefitValidated(version=4, path="plan", restorable_version=3, milliseconds=0.1),
+        }
+        asked.reply(answers[type(asked.body)])
+
+
+def test_connection_that_breaks_before_the_answer_ends_the_refit(peer: Peer, client: Daemon) -> None:
+    """The session lives on, and what it had begun with it: it is ended as soon as the daemon can be asked again."""
+    thread, outcome = in_background(client.refit, TENSORS)
+    grant(peer)
+    peer.next(BeginRefit)
+    peer.stop()
+    peer.start()
+    peer.next(ReleaseWriter).reply(WriterReleased())
+    thread.join()
+    assert isinstance(outcome[0], DaemonUnreachable)
+
+
+def test_tensors_are_announced_anew_after_a_begin_that_failed(peer: Peer, client: Daemon) -> None:
+    """What the daemon knows of the last announcement is certain only after a begin that it has answered."""
+    fewer = dict(list(TENSORS.items())[:3])
+    thread, _ = in_background(client.refit, fewer)
+    grant(peer)
+    begin(peer)
+    finish_begun(peer, buckets=2)
+    thread.join()
+    refused, _ = in_background(client.refit, dict(list(TENSORS.items())[3:]))
+    peer.next(BeginRefit).fail(ErrorCode.MANIFEST_MISMATCH)
+    refused.join()
+    for again in (False, True):
+        thread, outcome = in_background(client.refit, fewer)
+        begun = begin(peer)
+        assert (begun.again, [tensor.name for tensor in begun.tensors]) == (again, [] if again else [*fewer])
+        finish_begun(peer, buckets=2)
+        thread.join()
+        assert outcome == [REPORT]
+
+
+def finish_begun(peer: Peer, buckets: int) -> None:
+    for asked in [peer.next(ApplyBucket) for _ in range(buckets)]:
+        applied(asked)
+    peer.next(FinishRefit).reply(RefitCommitted(report=REPORT))

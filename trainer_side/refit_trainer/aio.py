@@ -46,13 +46,13 @@ from refit_protocol.messages import (
 from refit_protocol.states import EngineState
 from refit_trainer.broadcast_refits import join_group, refit_by_broadcast
 from refit_trainer.connection import Connection, ConnectionOptions
-from refit_trainer.daemon_refit import DaemonRefit
+from refit_trainer.daemon_refit import DaemonRefit, refit_in_place
 from refit_trainer.errors import RequestTimedOut
 from refit_trainer.inbox import Mailbox
 from refit_trainer.link import CurveKeys
 from refit_trainer.opening import Opening
 from refit_trainer.prompts import GenerateOptions, Prompt, deadline_of, generate_command
-from refit_trainer.refits import CommitOptions, RefitOptions, refit_in_place, reload, restore, split_options
+from refit_trainer.refits import CommitOptions, RefitOptions, reload, restore, split_options
 from refit_trainer.replies import AsyncReplies, Item
 from refit_trainer.steps import Steps, walk
 from refit_trainer.stream import Delta, Sample, SampleAssembler
@@ -179,6 +179,8 @@ class AsyncDaemon:
         consumed as they fill, on this thread. What it will yield has to be announced before: `specs` if given, else
         what it yielded last time, else the engine's own tensors in the dtype of the first one; `LayoutMismatch` if
         something else comes.
+
+        When it is cancelled, interrupted or raises, the daemon has ended it too, unless it cannot be reached.
         """
         return await walk(self.refit_steps(weights, specs, options))
 
@@ -302,18 +304,17 @@ class AsyncDaemon:
         from refit_trainer.sharing import shared_module
         from refit_trainer.staging import Staging
 
+        only, rest, timeout_seconds = split_options(options)
+        target = self.one_refit(timeout_seconds)
         if isinstance(weights, torch.nn.Module):
             if (shared := shared_module(weights)) is not None:
                 shared.memory.synchronise()
                 if shared.sharded:
                     return (yield from self._ranked().refit(shared, options))
-                report: RefitReport = yield refit_in_place(self.connection, self._role, shared, options)
-                return report
+                return (yield from refit_in_place(target, shared, only, rest))
             weights = checkpoint_tensors(weights)
         if self._staging is None:
             self._staging = Staging(self._bucket_bytes)
-        only, rest, timeout_seconds = split_options(options)
-        target = self.one_refit(timeout_seconds)
         return (yield from self._staging.refit(target, weights, specs, only, rest, self.manifest))
 
     def one_refit(self, timeout_seconds: float) -> DaemonRefit:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import (
-    AbortRefit,
     BeginRefit,
     BroadcastReceived,
     CloseSource,
@@ -17,7 +16,6 @@ from refit_protocol.messages import (
     JoinCollective,
     PlanMode,
     ReceiveBroadcast,
-    RefitAborted,
     RefitBegan,
     RefitCommitted,
     RefitReport,
@@ -26,6 +24,7 @@ from refit_protocol.messages import (
 from refit_protocol.tensors import TensorShape
 from refit_trainer.connection import Connection
 from refit_trainer.errors import RefitdError
+from refit_trainer.one_refit import OneRefit
 from refit_trainer.refits import CommitOptions, RefitOptions, split_options
 from refit_trainer.writer import WriterRole
 
@@ -38,26 +37,19 @@ _REASON_SECONDS = 5.0
 _ABORT_SECONDS = 5.0
 
 
-class BroadcastRefit:
-    """One refit from a collective source, all of it on the event loop."""
+class BroadcastRefit(OneRefit):
+    """A refit from a collective source. While it is under way the workers may be waiting for broadcasts."""
 
-    def __init__(self, connection: Connection, epoch: int, source: int, timeout_seconds: float) -> None:
-        self._connection = connection
-        self._epoch = epoch
+    def __init__(self, connection: Connection, role: WriterRole, source: int, timeout_seconds: float) -> None:
+        super().__init__(connection, role, timeout_seconds)
         self._source = source
-        self._timeout_seconds = timeout_seconds
-        self._number: int | None = None
         self._receiving: asyncio.Task[BroadcastReceived] | None = None
-
-    @property
-    def is_under_way(self) -> bool:
-        """Begun, and not committed: the workers may be waiting for broadcasts."""
-        return self._number is not None
 
     async def begin(self, tensors: Sequence[TensorShape], options: CommitOptions, *, partial: bool) -> None:
         """Everything is validated and the gate shut when this returns; then the workers await the broadcasts."""
         command = BeginRefit(epoch=self._epoch, source=self._source, tensors=list(tensors), partial=partial, **options)
-        began = await self._connection.request(command, RefitBegan, timeout_seconds=self._timeout_seconds)
+        with self._begins():
+            began = await self._connection.request(command, RefitBegan, timeout_seconds=self._timeout_seconds)
         self._number = began.refit
         self._receiving = asyncio.create_task(
             self._connection.request(
@@ -94,15 +86,14 @@ class BroadcastRefit:
             return self._receiving.exception() or error
         return error
 
-    async def abort(self) -> None:
-        """Nothing if it was not begun. The daemon's answer does not matter: what went wrong is being raised."""
+    async def abort(self, error: BaseException) -> None:
         if self._receiving is not None:
             self._receiving.cancel()
             await asyncio.gather(self._receiving, return_exceptions=True)
-        if self._number is not None:
-            command = AbortRefit(epoch=self._epoch, refit=self._number)
-            with contextlib.suppress(RefitdError):
-                await self._connection.request(command, RefitAborted, timeout_seconds=_ABORT_SECONDS)
+        await super().abort(error)
+
+    def _abort_seconds(self, error: BaseException) -> float:  # noqa: ARG002
+        return _ABORT_SECONDS
 
 
 async def join_group(
@@ -145,11 +136,13 @@ async def refit_by_broadcast(
 ) -> RefitReport:
     """For whoever is not the sender: the broadcasts are another process's."""
     only, options, timeout_seconds = split_options(given)
-    async with role.writing(timeout_seconds) as epoch:
-        refit = BroadcastRefit(connection, epoch, source, timeout_seconds)
-        try:
-            await refit.begin(tensors, options, partial=only is not None)
-            return await refit.finish()
-        except BaseException:
-            await refit.abort()
-            raise
+    refit = BroadcastRefit(connection, role, source, timeout_seconds)
+    try:
+        await refit.enter()
+        await refit.begin(tensors, options, partial=only is not None)
+        return await refit.finish()
+    except BaseException as error:
+        await refit.abort(error)
+        raise
+    finally:
+        await refit.leave()

@@ -70,9 +70,9 @@ class Broadcaster:
         packed = self.group.packed(tensors, layout)
         # The first piece is packed before the gate closes: generation waits less, and most mistakes show up by then.
         packed = chain([first for first in [next(packed, None)] if first is not None], packed)
-        epoch = yield self._role.enter(timeout_seconds)
-        refit = BroadcastRefit(self._connection, epoch, self._source, timeout_seconds)
+        refit = BroadcastRefit(self._connection, self._role, self._source, timeout_seconds)
         try:
+            yield refit.enter()
             yield refit.begin(layout.tensors, options, partial=only is not None)
             with closing(self.group.sending(packed, layout)) as sending:
                 for seconds in sending:
@@ -82,13 +82,12 @@ class Broadcaster:
             if refit.is_under_way:
                 self.group.give_up("the trainer gave the refit up")
             reason: BaseException = yield refit.reason(error)
-            self._role.note(reason)
-            yield refit.abort()
+            yield refit.abort(reason)
             if reason is error:
                 raise
             raise reason from error
         finally:
-            yield self._role.leave()
+            yield refit.leave()
         return report
 
     async def close(self) -> None:
@@ -112,8 +111,8 @@ class AsyncCollective:
     ) -> RefitReport:
         """Makes the engine serve `weights`, as `AsyncDaemon.refit` does; an iterator needs `specs` in its order.
 
-        Nothing is broadcast before the daemon has validated everything. A failure after that breaks the group: make
-        a new one.
+        Nothing is broadcast before the daemon has validated everything. A failure after that breaks the group, and so
+        does an interrupt once the daemon has been asked: make a new one.
         """
         return await walk(self._broadcaster.refit_steps(weights, specs, options))
 

@@ -6,14 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
+from refit_protocol.awake import awake
 from refit_protocol.messages import (
-    AbortRefit,
     ApplyBucket,
     BeginRefit,
     BucketApplied,
     CommitRefit,
     FinishRefit,
-    RefitAborted,
     RefitBegan,
     RefitCommitted,
     RefitHeld,
@@ -24,51 +23,38 @@ from refit_protocol.messages import (
 from refit_protocol.tensors import SourceTensor, TensorShape
 from refit_trainer.backends import Buckets, ExportedMemory
 from refit_trainer.connection import Connection
-from refit_trainer.errors import DaemonRestarted, DaemonUnreachable, RefitdError
+from refit_trainer.one_refit import OneRefit
 from refit_trainer.refits import CommitOptions
+from refit_trainer.steps import Steps
 from refit_trainer.writer import WriterRole
 
 if TYPE_CHECKING:
     from refit_trainer.packing import FilledBucket
+    from refit_trainer.sharing import SharedModule
 
-# A broken connection is soon back; a daemon that is gone for longer has ended our refit by itself.
-RECONNECT_SECONDS = 5.0
+# Longer than a GPU takes to copy what it can hold. A CPU needs its cores for the copy.
+_AWAKE_SECONDS = {"cuda": 0.025}
 
 
-class DaemonRefit:
-    """Between `enter()` and `leave()` no other refit of this session runs. All methods belong to the event loop."""
+class DaemonRefit(OneRefit):
+    """A refit from memory that the daemon reads: parameters in place, or buckets."""
 
     def __init__(self, connection: Connection, role: WriterRole, timeout_seconds: float) -> None:
-        self._connection = connection
-        self._role = role
-        self._timeout_seconds = timeout_seconds
-        self._entered = False
-        self._epoch = 0
+        super().__init__(connection, role, timeout_seconds)
         self._source = 0
         self._buckets = 0
-        self._number: int | None = None
-        self._holding = False
         self._reading: dict[int, asyncio.Task[BucketApplied]] = {}
 
     @property
     def max_pieces(self) -> int:
         return self._connection.welcome.limits.bucket_pieces
 
-    async def enter(self) -> None:
-        self._epoch = await self._role.enter(self._timeout_seconds)
-        self._entered = True
-
-    async def leave(self) -> None:
-        """Nothing where it was not entered, or was left before."""
-        if self._entered:
-            self._entered = False
-            await self._role.leave()
-
     async def open(
         self, memory: ExportedMemory, kind: Literal["inplace", "bucket"], tensors: Sequence[SourceTensor]
     ) -> None:
         """The source of what follows; opened the first time."""
-        self._source = await self._role.source_of(memory, kind, tensors, timeout_seconds=self._timeout_seconds)
+        with self._begins():
+            self._source = await self._role.source_of(memory, kind, tensors, timeout_seconds=self._timeout_seconds)
 
     # --- in place ---
 
@@ -88,14 +74,24 @@ class DaemonRefit:
 
     async def commit(self, only: list[str] | None, options: CommitOptions) -> RefitReport:
         command = CommitRefit(epoch=self._epoch, source=self._source, only=only, **options)
-        committed = await self._connection.request(command, RefitCommitted, timeout_seconds=self._timeout_seconds)
+        with self._begins():
+            committed = await self._connection.request(command, RefitCommitted, timeout_seconds=self._timeout_seconds)
         return committed.report
+
+    async def in_place(self, shared: SharedModule, only: list[str] | None, options: CommitOptions) -> RefitReport:
+        """All of a refit that nothing ends early; in one, since every change of threads takes its time."""
+        await self.enter()
+        await self.open(shared.memory, "inplace", shared.tensors)
+        with awake(_AWAKE_SECONDS.get(shared.device.type, 0.0)):
+            report = await self.commit(only, options)
+        await self.leave()
+        return report
 
     async def hold(self, only: list[str] | None, options: CommitOptions) -> RefitHeld:
         """All but published: to be ended by `finish` or `abort`."""
-        self._holding = True
         command = CommitRefit(epoch=self._epoch, source=self._source, only=only, hold=True, **options)
-        held = await self._connection.request(command, RefitHeld, timeout_seconds=self._timeout_seconds)
+        with self._begins():
+            held = await self._connection.request(command, RefitHeld, timeout_seconds=self._timeout_seconds)
         self._number = held.refit
         return held
 
@@ -106,12 +102,13 @@ class DaemonRefit:
     ) -> None:
         await self.open(buckets, "bucket", [])
         self._buckets = len(buckets.views)
-        again = self._role.announced(self._source) == tensors
+        again = self._role.take_announced(self._source) == tensors
         said = [] if again else tensors
         command = BeginRefit(
             epoch=self._epoch, source=self._source, tensors=said, again=again, partial=partial, **options
         )
-        began = await self._connection.request(command, RefitBegan, timeout_seconds=self._timeout_seconds)
+        with self._begins():
+            began = await self._connection.request(command, RefitBegan, timeout_seconds=self._timeout_seconds)
         self._number = began.refit
         self._role.note_announced(self._source, tensors)
 
@@ -141,28 +138,10 @@ class DaemonRefit:
         return committed.report
 
     async def abort(self, error: BaseException) -> None:
-        """Nothing if the refit was not begun. The daemon's answer does not matter: `error` is being raised.
-
-        But `DaemonRestarted` is told only once, so it is raised instead.
-        """
-        self._role.note(error)
         for applied in self._reading.values():
             applied.cancel()
         await asyncio.gather(*self._reading.values(), return_exceptions=True)
-        lost = isinstance(error, DaemonUnreachable)
-        try:
-            await self._abort(error, RECONNECT_SECONDS if lost else self._timeout_seconds)
-        except RefitdError as refusal:
-            if isinstance(refusal, DaemonRestarted):
-                raise
-
-    async def _abort(self, error: BaseException, patience_seconds: float) -> None:
-        if self._number is not None:
-            command = AbortRefit(epoch=self._epoch, refit=self._number)
-            await self._connection.request(command, RefitAborted, timeout_seconds=patience_seconds)
-        elif self._holding and not _answered(error):
-            # What may be held has no number that we know: the role that it hangs on is given up.
-            await self._role.give_up(timeout_seconds=patience_seconds)
+        await super().abort(error)
 
     @property
     def _under_way(self) -> int:
@@ -174,5 +153,16 @@ class DaemonRefit:
             await applied
 
 
-def _answered(error: BaseException) -> bool:
-    return isinstance(error, RefitdError) and error.code is not None
+def refit_in_place(
+    refit: DaemonRefit, shared: SharedModule, only: list[str] | None, options: CommitOptions
+) -> Steps[RefitReport]:
+    """One message, once the source is open; the module's memory may be written again when this returns or raises.
+
+    `shared.memory` has been synchronised by the caller, on whose thread the writes were enqueued.
+    """
+    try:
+        report: RefitReport = yield refit.in_place(shared, only, options)
+    except BaseException as error:
+        yield refit.end(error)
+        raise
+    return report

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,8 +24,10 @@ from refit_protocol.messages import (
 from refit_protocol.tensors import SourceTensor, TensorShape
 from refit_trainer.backends import ExportedMemory
 from refit_trainer.connection import Connection
-from refit_trainer.errors import RefitdError
+from refit_trainer.errors import DaemonRestarted, DaemonUnreachable, RefitdError
 
+# A broken connection is soon back; a daemon that is gone for longer has ended our refit by itself.
+RECONNECT_SECONDS = 5.0
 # After these the daemon no longer knows our role or our sources; the next refit starts over.
 _ROLE_LOST = frozenset({ErrorCode.STALE_EPOCH, ErrorCode.UNKNOWN_SOURCE, ErrorCode.NO_SESSION})
 
@@ -60,18 +62,30 @@ class WriterRole:
             await self.give_up(timeout_seconds=timeout_seconds)
 
     async def give_up(self, *, timeout_seconds: float) -> None:
-        """`release` inside `enter()` and `leave()`."""
+        """`release` inside `enter()` and `leave()`.
+
+        What the daemon does for a command that it has not answered has no number by which it could be aborted, but it
+        hangs on the role: after this nothing of it waits any more, and none of our memory is read.
+        """
         self._forget()
         await self._connection.request(ReleaseWriter(), WriterReleased, timeout_seconds=timeout_seconds)
 
+    async def end_unanswered(self, error: BaseException, *, timeout_seconds: float) -> None:
+        """Inside `enter()` and `leave()`, or by a rank that lends its memory to the writer's refit: to be told what a
+        command failed with, or why its answer is not waited for."""
+        self.note(error)
+        if not is_answer(error):
+            with unless_restarted():
+                await self.give_up(timeout_seconds=patience(error, timeout_seconds))
+
     @contextlib.asynccontextmanager
     async def writing(self, timeout_seconds: float) -> AsyncIterator[int]:
-        """For one refit: yields the epoch that its commands carry."""
+        """For one command: yields the epoch that it carries. Whoever does not wait for its answer ends it."""
         epoch = await self.enter(timeout_seconds)
         try:
             yield epoch
-        except RefitdError as error:
-            self.note(error)
+        except BaseException as error:
+            await self.end_unanswered(error, timeout_seconds=timeout_seconds)
             raise
         finally:
             await self.leave()
@@ -116,9 +130,9 @@ class WriterRole:
         self._sources.append(_Source(opened.source, weakref.ref(memory)))
         return opened.source
 
-    def announced(self, source: int) -> list[TensorShape] | None:
-        """What the last refit from this source was begun with, as far as the daemon knows it."""
-        return self._announced.get(source)
+    def take_announced(self, source: int) -> list[TensorShape] | None:
+        """What the last refit from this source was begun with; unknown from here on, until a begin is answered."""
+        return self._announced.pop(source, None)
 
     def note_announced(self, source: int, tensors: list[TensorShape]) -> None:
         self._announced[source] = tensors
@@ -145,3 +159,24 @@ class WriterRole:
             await self._connection.request(command, SourceClosed, timeout_seconds=timeout_seconds)
             self._sources.remove(source)
             self._announced.pop(source.number, None)
+
+
+def is_answer(error: BaseException) -> bool:
+    """Whether the daemon that was asked does nothing for the command any more: it has refused it, or is gone."""
+    return isinstance(error, RefitdError) and (error.code is not None or isinstance(error, DaemonRestarted))
+
+
+def patience(error: BaseException, timeout_seconds: float) -> float:
+    """How long to wait for the daemon after `error`."""
+    return RECONNECT_SECONDS if isinstance(error, DaemonUnreachable) else timeout_seconds
+
+
+@contextlib.contextmanager
+def unless_restarted() -> Iterator[None]:
+    """For what is said while another error is being raised: of its own errors only `DaemonRestarted`, which is told
+    only once, takes that one's place."""
+    try:
+        yield
+    except RefitdError as failure:
+        if isinstance(failure, DaemonRestarted):
+            raise

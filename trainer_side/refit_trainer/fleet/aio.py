@@ -250,8 +250,7 @@ class AsyncFleet:
         if isinstance(weights, torch.nn.Module):
             if (shared := shared_module(weights)) is not None:
                 shared.memory.synchronise()
-                report: FleetReport = yield _in_place(refit, shared, only, options)
-                return report
+                return (yield from _in_place(refit, shared, only, options))
             weights = checkpoint_tensors(weights)
         if self._staging is None:
             self._staging = Staging(self._bucket_bytes)
@@ -354,17 +353,19 @@ async def _enter(stack: AsyncExitStack, turn: AbstractAsyncContextManager[None])
         raise FleetRefitRefused("nothing was written at any daemon", {"this fleet": busy}) from None
 
 
-async def _in_place(
+def _in_place(
     refit: FleetRefit, shared: SharedModule, only: list[str] | None, options: CommitOptions
-) -> FleetReport:
-    await refit.enter()
+) -> Steps[FleetReport]:
+    """Step by step, so that whoever interrupts it waits until nothing of the module's memory is read any more."""
     try:
-        return await refit.in_place(shared, only, options)
+        yield refit.enter()
+        report: FleetReport = yield refit.in_place(shared, only, options)
     except BaseException as error:
-        await refit.abort(error)
+        yield refit.abort(error)
         raise
     finally:
-        await refit.leave()
+        yield refit.leave()
+    return report
 
 
 def _version_after(answers: Iterable[Status | RefitdError], version: int) -> int:

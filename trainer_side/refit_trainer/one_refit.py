@@ -1,0 +1,75 @@
+"""What refits of every kind have in common: the writer's role, a number while they are under way, and how they end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from refit_protocol.messages import AbortRefit, RefitAborted
+from refit_trainer.connection import Connection
+from refit_trainer.errors import RefitdError
+from refit_trainer.writer import WriterRole, is_answer, patience, unless_restarted
+
+
+class OneRefit:
+    """Between `enter()` and `leave()` no other refit of this session runs. All methods belong to the event loop."""
+
+    def __init__(self, connection: Connection, role: WriterRole, timeout_seconds: float) -> None:
+        self._connection = connection
+        self._role = role
+        self._timeout_seconds = timeout_seconds
+        self._entered = False
+        self._epoch = 0
+        self._number: int | None = None
+        self._unanswered = False
+
+    @property
+    def is_under_way(self) -> bool:
+        """Begun, or perhaps begun, and neither committed nor refused."""
+        return self._number is not None or self._unanswered
+
+    async def enter(self) -> None:
+        self._epoch = await self._role.enter(self._timeout_seconds)
+        self._entered = True
+
+    async def leave(self) -> None:
+        """Nothing where it was not entered, or was left before."""
+        if self._entered:
+            self._entered = False
+            await self._role.leave()
+
+    async def abort(self, error: BaseException) -> None:
+        """Nothing if the refit was not begun. The daemon's answer does not matter: `error` is being raised.
+
+        When this returns the daemon reads nothing of ours any more, unless it cannot be reached.
+        """
+        self._role.note(error)
+        patience_seconds = self._abort_seconds(error)
+        with unless_restarted():
+            if self._number is not None:
+                command = AbortRefit(epoch=self._epoch, refit=self._number)
+                await self._connection.request(command, RefitAborted, timeout_seconds=patience_seconds)
+            elif self._unanswered:
+                # What may have been begun has no number that we know: the role that it hangs on is given up.
+                await self._role.give_up(timeout_seconds=patience_seconds)
+
+    async def end(self, error: BaseException) -> None:
+        """Aborts and leaves."""
+        try:
+            await self.abort(error)
+        finally:
+            await self.leave()
+
+    def _abort_seconds(self, error: BaseException) -> float:
+        return patience(error, self._timeout_seconds)
+
+    @contextlib.contextmanager
+    def _begins(self) -> Iterator[None]:
+        """Around a command that begins something: until its answer has come nobody knows what the daemon does."""
+        self._unanswered = True
+        try:
+            yield
+        except RefitdError as error:
+            self._unanswered = not is_answer(error)
+            raise
+        self._unanswered = False
