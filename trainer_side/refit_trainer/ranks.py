@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import weakref
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,8 @@ from refit_protocol.messages import (
     CloseSource,
     CommitRefit,
     GroupMember,
+    Heartbeat,
+    HeartbeatAcknowledged,
     OpenSource,
     PlanMode,
     RefitCommitted,
@@ -23,7 +26,7 @@ from refit_protocol.messages import (
     SourceOpened,
 )
 from refit_trainer.connection import Connection
-from refit_trainer.errors import NotShareable, RefitdError
+from refit_trainer.errors import DaemonRestarted, DaemonUnreachable, NotShareable, RefitdError
 from refit_trainer.refits import RefitOptions, split_options
 from refit_trainer.steps import Steps
 from refit_trainer.writer import WriterRole
@@ -33,7 +36,11 @@ if TYPE_CHECKING:
     from refit_trainer.sharing import SharedModule
 
 LEADER = 0
+# Instead of the epoch, where the leader could not take the role.
 _NO_EPOCH = -1
+_RESTARTED = -2
+# For one round trip; a rank that gets no answer by then has no daemon.
+_LOOK_SECONDS = 30.0
 # The daemon refused this one commit; what the ranks had opened is still open.
 _STILL_OPEN = frozenset(
     {
@@ -66,6 +73,15 @@ class _Opened:
     memory: weakref.ref[ExportedMemory]
 
 
+class _Standing(IntEnum):
+    """How a rank stands with the daemon; the worst of all ranks is what counts."""
+
+    OPEN = 0
+    NOT_OPEN = 1
+    LOST = 2
+    RESTARTED = 3
+
+
 class RankedRefits:
     """One rank's side. Rank 0 of torch.distributed's default group leads: its session is the writer's."""
 
@@ -83,7 +99,7 @@ class RankedRefits:
             raise NotShareable("the module is sharded: call refit() from every rank, inside torch.distributed")
         terms = yield from self._agree(shared, timeout_seconds)
         try:
-            if not _all(self._is_open(shared, terms), shared.device):
+            if (yield from self._agreed_standing(shared, terms)) is not _Standing.OPEN:
                 yield from self._open(shared, terms, timeout_seconds)
             assert self._opened is not None, "opened above"
             command = CommitRefit(epoch=terms.epoch, source=self._opened.source, only=only, **options)
@@ -92,9 +108,9 @@ class RankedRefits:
                 command, RefitCommitted, timeout_seconds=2 * timeout_seconds
             )
             return committed.report
-        except RefitdError as error:
-            self._doubtful = error.code not in _STILL_OPEN
-            self._role.note(error)
+        except BaseException as error:
+            self._doubtful = not isinstance(error, RefitdError) or error.code not in _STILL_OPEN
+            yield self._role.end_unanswered(error, timeout_seconds=timeout_seconds)
             raise
         finally:
             if dist.get_rank() == LEADER:
@@ -104,19 +120,48 @@ class RankedRefits:
         """The leader takes the role and tells the others; they also learn when it could not."""
         if dist.get_rank() != LEADER:
             terms = _told(None, shared.device)
+            if terms.epoch == _RESTARTED:
+                yield from self._look()
+                raise _restarted()
             if terms.epoch == _NO_EPOCH:
                 raise RefitdError("rank 0 could not acquire the writer's role: see its error", retryable=True)
             return terms
         try:
             epoch: int = yield self._role.enter(timeout_seconds)
-        except BaseException:
-            _told(_Terms(_NO_EPOCH, (0, 0)), shared.device)
+        except BaseException as error:
+            reason = _RESTARTED if isinstance(error, DaemonRestarted) else _NO_EPOCH
+            _told(_Terms(reason, (0, 0)), shared.device)
             raise
         try:
             return _told(_Terms(epoch, (secrets.randbits(63), secrets.randbits(63))), shared.device)
         except BaseException:
             yield self._role.leave()
             raise
+
+    def _agreed_standing(self, shared: SharedModule, terms: _Terms) -> Steps[_Standing]:
+        """OPEN or NOT_OPEN, alike on every rank. Raises on every rank where one could not open its part: the others
+        would wait for it until the deadline."""
+        own = _Standing.OPEN if self._is_open(shared, terms) else (yield from self._look())
+        worst = _worst(own, shared.device)
+        if worst is _Standing.RESTARTED:
+            raise _restarted()
+        if worst is _Standing.LOST:
+            message = "a rank does not reach the daemon"
+            raise RefitdError(message, code=ErrorCode.GROUP_INCOMPLETE, retryable=True)
+        return worst
+
+    def _look(self, *, again: bool = True) -> Steps[_Standing]:
+        """A round trip. Each rank's connection tells a restart of its own accord, once: here and not in the middle."""
+        try:
+            yield self._connection.request(Heartbeat(), HeartbeatAcknowledged, timeout_seconds=_LOOK_SECONDS)
+        except DaemonRestarted:
+            return _Standing.RESTARTED
+        except DaemonUnreachable:
+            # This rank may notice only now that the daemon it was connected to is gone.
+            return (yield from self._look(again=False)) if again else _Standing.LOST
+        except RefitdError:
+            return _Standing.LOST
+        return _Standing.NOT_OPEN
 
     def _is_open(self, shared: SharedModule, terms: _Terms) -> bool:
         opened = self._opened
@@ -166,8 +211,12 @@ def _told(terms: _Terms | None, device: torch.device) -> _Terms:
     return _Terms(epoch, (secret[0], secret[1]))
 
 
-def _all(condition: bool, device: torch.device) -> bool:
-    """Whether it holds on every rank."""
-    number = torch.tensor(int(condition), device=device)
-    dist.all_reduce(number, dist.ReduceOp.MIN)
-    return bool(number)
+def _worst(own: _Standing, device: torch.device) -> _Standing:
+    """Of all ranks."""
+    number = torch.tensor(int(own), device=device)
+    dist.all_reduce(number, dist.ReduceOp.MAX)
+    return _Standing(int(number))
+
+
+def _restarted() -> DaemonRestarted:
+    return DaemonRestarted("the daemon was restarted: it serves the weights it was started with, so refit again")
