@@ -163,6 +163,23 @@ def test_fenced_writer_asks_for_the_role_again(peer: Peer, client: Daemon) -> No
     thread.join()
 
 
+def test_role_asked_for_again_keeps_the_sources(peer: Peer, client: Daemon) -> None:
+    """The same epoch means that the daemon still has them open; opened anew they would be mapped twice."""
+    model = share_parameters(torch.nn.Linear(2, 2))
+    for epoch, opens in ((7, True), (7, False), (9, True)):
+        acquiring, _ = in_background(client.acquire_writer)
+        peer.next(AcquireWriter).reply(WriterAcquired(epoch=epoch))
+        acquiring.join()
+        thread, outcome = in_background(client.refit, model)
+        if opens:
+            open_source(peer, epoch)
+        asked = peer.next(CommitRefit)
+        assert (asked.body.source, asked.body.epoch) == (epoch, epoch)
+        asked.reply(RefitCommitted(report=REPORT))
+        thread.join()
+        assert outcome == [REPORT]
+
+
 def test_bucket_is_packed_while_the_other_is_read(peer: Peer, client: Daemon) -> None:
     """Two buckets are on their way at once, never three: none is overwritten before it has been read."""
     thread, outcome = in_background(client.refit, TENSORS)

@@ -143,10 +143,17 @@ class WriterRole:
         return self._epoch
 
     async def _acquire(self, *, takeover: bool, timeout_seconds: float) -> None:
-        self._forget()
         command = AcquireWriter(takeover=takeover)
-        acquired = await self._connection.request(command, WriterAcquired, timeout_seconds=timeout_seconds)
-        self._session, self._epoch = self._connection.welcome.session, acquired.epoch
+        try:
+            acquired = await self._connection.request(command, WriterAcquired, timeout_seconds=timeout_seconds)
+        except RefitdError as error:
+            if error.code is not None:
+                self._forget()
+            raise
+        granted = self._connection.welcome.session, acquired.epoch
+        if granted != (self._session, self._epoch):
+            self._forget()
+        self._session, self._epoch = granted
 
     def _forget(self) -> None:
         self._epoch = None
