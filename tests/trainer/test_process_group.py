@@ -13,7 +13,10 @@ import torch.distributed as dist
 
 from refit_protocol.errors import ErrorCode
 from refit_trainer import BroadcastGroup, ClientClosed, DType, LayoutMismatch, NotShareable, RefitdError, TensorShape
+from refit_trainer.collective import Broadcaster
+from refit_trainer.connection import Connection, ConnectionOptions
 from refit_trainer.process_group import Listener, local_address, terms_of
+from refit_trainer.writer import WriterRole
 
 SPECS = [TensorShape(name="a", dtype=DType.FLOAT32, shape=(40, 3)), TensorShape(name="b", dtype=DType.INT8, shape=(5,))]
 SECONDS = 20.0
@@ -93,6 +96,24 @@ def test_other_tensors_than_announced_break_the_group(
         finish(attending)
         with pytest.raises(ClientClosed):
             host.broadcast(tensors())
+
+
+@pytest.mark.parametrize("specs", [None, SPECS], ids=["mapping", "iterator"])
+def test_unknown_name_among_those_selected_breaks_nothing(
+    pool: ThreadPoolExecutor, specs: list[TensorShape] | None
+) -> None:
+    """It is refused before anything is asked of the daemon or sent to the group."""
+    host, other = pair(pool)
+    with host, other:
+        connection = Connection(ConnectionOptions("ipc:///nowhere", "never opened"))
+        broadcaster = Broadcaster(connection, WriterRole(connection, None), host, 1)
+        weights = tensors() if specs is None else iter(tensors().items())
+        with pytest.raises(LayoutMismatch) as refused:
+            next(broadcaster.refit_steps(weights, specs, {"only": ["a", "no.such.tensor"]}))
+        assert refused.value.code is ErrorCode.MANIFEST_MISMATCH
+        attending = pool.submit(other.attend, SPECS)
+        host.broadcast(tensors())
+        attending.result()
 
 
 def finish(attending: Future[None]) -> None:

@@ -43,7 +43,16 @@ from refit_protocol.messages import (
     WriterReleased,
 )
 from refit_protocol.states import EngineState
-from refit_trainer import AsyncDaemon, Daemon, DaemonRestarted, DaemonUnreachable, Fleet, RefitdError, share_parameters
+from refit_trainer import (
+    AsyncDaemon,
+    Daemon,
+    DaemonRestarted,
+    DaemonUnreachable,
+    Fleet,
+    LayoutMismatch,
+    RefitdError,
+    share_parameters,
+)
 from refit_trainer.layouts import layout_of
 from tests.trainer.peer import Asked, Peer, endpoint_in, running
 from tests.trainer.test_connection import STATUS, in_background
@@ -271,6 +280,16 @@ def test_an_interrupt_just_after_the_role_came_leaves_it(peer: Peer) -> None:
                 await daemon.acquire_writer()
 
     asyncio.run(scene())
+
+
+@pytest.mark.parametrize("weights", [TENSORS, list(TENSORS.items())], ids=["mapping", "iterator"])
+def test_unknown_name_among_those_selected_is_refused(client: Daemon, weights: object) -> None:
+    """As in place; a partial refit that leaves out what was asked for would pass for done. Nothing is asked for."""
+    specs = [*layout_of(TENSORS.items()).values()]
+    with pytest.raises(LayoutMismatch) as refused:
+        client.refit(weights, specs, only=["a", "no.such.tensor"])
+    assert refused.value.code is ErrorCode.MANIFEST_MISMATCH
+    assert refused.value.details["unexpected"] == ["no.such.tensor"]
 
 
 # --- what nobody waits for any more ---

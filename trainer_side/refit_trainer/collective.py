@@ -15,7 +15,7 @@ import torch
 from refit_protocol.messages import CollectiveJoined, PlanMode, RefitReport, Status
 from refit_trainer.broadcast_refits import BroadcastRefit, join_group, leave_group
 from refit_trainer.connection import Connection
-from refit_trainer.layouts import selected
+from refit_trainer.layouts import check_selection, selected
 from refit_trainer.names import checkpoint_tensors
 from refit_trainer.process_group import TIMEOUT_SECONDS, BroadcastGroup, Listener, local_address, terms_of
 from refit_trainer.refits import RefitOptions, split_options
@@ -65,7 +65,7 @@ class Broadcaster:
         if isinstance(weights, torch.nn.Module):
             weights = checkpoint_tensors(weights)
         if only is not None:
-            weights, specs = _only(weights, specs, frozenset(only))
+            weights, specs = _only(weights, specs, only)
         tensors, layout = self.group.laid_out(weights, specs)
         packed = self.group.packed(tensors, layout)
         # The first piece is packed before the gate closes: generation waits less, and most mistakes show up by then.
@@ -207,11 +207,16 @@ def _close_late(hosting: asyncio.Task[BroadcastGroup]) -> None:
 
 
 def _only(
-    weights: Weights, specs: Sequence[TensorShape] | None, names: frozenset[str]
+    weights: Weights, specs: Sequence[TensorShape] | None, only: Sequence[str]
 ) -> tuple[Weights, Sequence[TensorShape] | None]:
+    names = frozenset(only)
     if isinstance(weights, Mapping):
+        check_selection(only, weights)
         return {name: tensor for name, tensor in weights.items() if name in names}, None
-    return selected(weights, names), None if specs is None else [spec for spec in specs if spec.name in names]
+    if specs is not None:
+        check_selection(only, {spec.name for spec in specs})
+        specs = [spec for spec in specs if spec.name in names]
+    return selected(weights, names), specs
 
 
 def _own_address(endpoint: str) -> str:

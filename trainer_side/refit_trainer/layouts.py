@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
+from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import Manifest, ManifestTensor
 from refit_protocol.tensors import DType, TensorShape
 from refit_trainer.errors import LayoutMismatch, NotShareable
@@ -69,6 +70,18 @@ def without_aliases(tensors: Iterable[NamedTensor], manifest: Manifest, announce
             addresses[name] = tensor.data_ptr()
         if name in announced or addresses.get(aliases.get(name, "")) != tensor.data_ptr():
             yield name, tensor
+
+
+def check_selection(only: Iterable[str], known: Container[str]) -> None:
+    """Raises `LayoutMismatch` for names that nothing will be sent for, with the code and details that the daemon gives
+    a refit in place."""
+    unexpected = [name for name in only if name not in known]
+    if unexpected:
+        raise LayoutMismatch(
+            f"only= names what is not among the tensors that will be sent: {', '.join(unexpected[:5])}",
+            code=ErrorCode.MANIFEST_MISMATCH,
+            details={"missing": [], "unexpected": unexpected, "shape": [], "dtype": []},
+        )
 
 
 def selected(tensors: Iterable[NamedTensor], names: frozenset[str]) -> Iterator[NamedTensor]:

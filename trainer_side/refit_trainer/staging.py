@@ -14,6 +14,7 @@ from refit_trainer.backends import Buckets, backend_for
 from refit_trainer.layouts import (
     Layout,
     NamedTensor,
+    check_selection,
     layout_of,
     named_pairs,
     predicted_layout,
@@ -87,7 +88,8 @@ class Staging:
         """Packs, sends and commits. Whatever ends it early, the target is told to abort."""
         tensors, layout = yield from self._announced(weights, specs, manifest)
         if only is not None:
-            layout = {name: layout[name] for name in only if name in layout}
+            check_selection(only, layout)
+            layout = {name: layout[name] for name in only}
             tensors = selected(tensors, frozenset(only))
         try:
             # The target may be entered by the time that its caller is interrupted: leaving comes after either.
