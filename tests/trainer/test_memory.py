@@ -82,6 +82,22 @@ def test_tied_parameter_is_exported_once() -> None:
     assert shared.memory.segments[0].size_bytes < 2 * 5 * 3 * 4
 
 
+def test_buffer_of_two_modules_is_moved_once_and_described_twice() -> None:
+    """As a state dict has it: under both names, in one place, with its values."""
+    model = torch.nn.ModuleDict({"one": torch.nn.Module(), "other": torch.nn.Module()})
+    model["one"].weight = torch.nn.Parameter(torch.zeros(100))
+    buffer = torch.arange(3.0)
+    for child in model.values():
+        child.register_buffer("scale", buffer)
+    shared = shared_module(share_parameters(model))
+    assert buffer.tolist() == [0, 1, 2]
+    assert [tensor.name for tensor in shared.tensors] == ["one.weight", "one.scale", "other.scale"]
+    assert shared.tensors[1].offset_bytes == shared.tensors[2].offset_bytes
+    for described in shared.tensors[1:]:
+        segment = shared.memory.segments[described.segment]
+        assert read_as_daemon(segment, described.offset_bytes, described.size_bytes) == bits(buffer)
+
+
 def test_optimiser_steps_are_seen_by_a_reader() -> None:
     """What a step in place writes is what the daemon reads, without another export."""
     model = torch.nn.Linear(3, 2)

@@ -35,7 +35,7 @@ def checkpoint_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def own_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers, each object once, under the module's own names."""
+    """Under the module's own names: each parameter once, and persistent buffers as often as modules register them."""
     named: list[tuple[str, torch.Tensor]] = list(module.named_parameters())
     for prefix, owner in module.named_modules():
         for name, buffer in owner.named_buffers(recurse=False):

@@ -29,9 +29,9 @@ class SharedModule:
         _check_plain(tensors)
         self.device = _device(tensors)
         self.sharded = any(is_sharded(tensor) for _, tensor in tensors)
-        parts = [local_part(tensor) for _, tensor in tensors]
-        backend = backend_for(self.device.type)
-        self.memory: ExportedMemory = backend.share([*parts, *gathered_from(module)])
+        # Each object once: one buffer may be registered by several modules.
+        parts = {id(part): part for part in [*(local_part(tensor) for _, tensor in tensors), *gathered_from(module)]}
+        self.memory: ExportedMemory = backend_for(self.device.type).share([*parts.values()])
         self.tensors = [_described(name, tensor, self.memory) for name, tensor in checkpoint_tensors(module).items()]
         self._holders, self._keys, self._addresses = _columns(_tensor_slots(module))
         self._parents, self._child_keys, self._children = _columns(_module_slots(module))
