@@ -128,12 +128,59 @@ def test_optimiser_state_made_before_sharing_goes_on() -> None:
     assert torch.equal(models[0].weight, models[1].weight)
 
 
-def test_views_that_share_storage_go_on_sharing_it() -> None:
-    """Two parameters cut from one buffer stay neighbours in the same memory."""
-    fused = torch.arange(12.0).reshape(4, 3)
+def flat_model() -> tuple[torch.nn.Module, torch.Tensor]:
+    """Two parameters cut from one buffer, which lives on if the caller keeps it."""
+    flat = torch.arange(12.0)
+    fused = flat.view(4, 3)
     model = torch.nn.Module()
     model.top, model.bottom = torch.nn.Parameter(fused[:2]), torch.nn.Parameter(fused[2:])
+    return model, flat
+
+
+def test_parameters_in_a_flat_buffer_of_somebody_else_stay_there() -> None:
+    """What an optimiser writes through its buffer would not reach parameters that were moved out of it."""
+    model, flat = flat_model()
+    with pytest.raises(NotShareable, match="flat buffer of 48 bytes"):
+        share_parameters(model)
+    flat.add_(1)
+    assert torch.equal(torch.cat([model.top, model.bottom]), flat.view(4, 3))
+    del flat
+    assert shared_module(share_parameters(model)) is not None
+
+
+def test_part_of_a_flat_buffer_of_somebody_else_stays_there() -> None:
+    """Padding, or parts that other modules have, do not hide that the buffer is not the parameter's own."""
+    flat = torch.zeros(16)
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.zeros(3))
+    model.weight.data = flat[:3]
+    with pytest.raises(NotShareable, match="flat buffer"):
+        share_parameters(model)
+
+
+def test_aliases_of_whole_parameters_do_not_hinder() -> None:
+    """A state dict, and a graph that was not yet run backward, refer to a parameter's storage too."""
+    model = torch.nn.Linear(3, 2)
+    state, loss = model.state_dict(), model(torch.ones(1, 3)).sum()
     share_parameters(model)
+    loss.backward()
+    assert model.weight.grad is not None
+    assert torch.equal(state["weight"], model.weight)
+
+
+def test_module_inside_a_shared_one_can_be_shared_by_itself() -> None:
+    """Memory that parameters were moved into is nobody else's buffer."""
+    model = share_parameters(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)))
+    part = share_parameters(model[0])
+    assert shared_module(part) is not None
+    with pytest.raises(NotShareable, match="share_parameters"):
+        shared_module(model)
+    assert shared_module(share_parameters(model)) is not None
+
+
+def test_views_that_share_storage_go_on_sharing_it() -> None:
+    """Two parameters cut from one buffer stay neighbours in the same memory."""
+    model = share_parameters(flat_model()[0])
     assert model.top.untyped_storage().data_ptr() == model.bottom.untyped_storage().data_ptr()
     assert model.bottom.data_ptr() - model.top.data_ptr() == 2 * 3 * 4
     assert torch.equal(torch.cat([model.top, model.bottom]), torch.arange(12.0).reshape(4, 3))

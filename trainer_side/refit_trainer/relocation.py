@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
+from weakref import WeakValueDictionary
 
 import torch
 
 from refit_protocol.tensors import aligned
+from refit_trainer.errors import NotShareable
 
 ALIGNMENT_BYTES = 64
+
+# By address: memory that tensors were moved into. They may be moved again.
+_destinations: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -23,14 +28,20 @@ class Relocation:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Self:
-        """Tensors that share storage will go on sharing it; strides are kept, overlapping elements are not."""
+        """Tensors that share storage will go on sharing it; strides are kept, overlapping elements are not.
+
+        Raises `NotShareable` for tensors in a storage of which somebody else holds a tensor too.
+        """
         _make_dense(tensors)
         ranges = _ranges(tensors)
+        for storage_range in ranges:
+            storage_range.check_movable()
         offsets, size_bytes = _placed(ranges)
         return cls(ranges, offsets, max(size_bytes, ALIGNMENT_BYTES))
 
     def into(self, memory: torch.Tensor) -> None:
         """`memory` is flat, uint8, on the tensors' device, and has `size_bytes`; it lives as long as a tensor in it."""
+        _destinations[memory.data_ptr()] = memory
         for storage_range, offset_bytes in zip(self.ranges, self.offsets, strict=True):
             storage_range.move_to(memory, offset_bytes)
 
@@ -42,6 +53,29 @@ class StorageRange:
     begin: int
     end: int
     tensors: list[torch.Tensor]
+
+    def check_movable(self) -> None:
+        """A flat buffer goes on being written by who holds it (Megatron, DeepSpeed, Apex), and tensors that were moved
+        out of it would see nothing of that. Aliases of one whole tensor (`state_dict()`) are only left behind."""
+        storage = self.tensors[0].untyped_storage()
+        alone = len(self.tensors) == 1 and self.end - self.begin == storage.nbytes()
+        if alone or storage.data_ptr() in _destinations or self._users() <= len(self._known()):
+            return
+        raise NotShareable(
+            f"{len(self.tensors)} of the tensors lie in a flat buffer of {storage.nbytes()} bytes that somebody else, "
+            "such as an optimiser, holds too: moved to other memory they would no longer be parts of it. Do not share "
+            "this module, refit() then goes through buckets; or drop what else refers to the buffer"
+        )
+
+    def _users(self) -> int:
+        """The tensors, ours or not, that the storage has in all; without the reference by which it is asked."""
+        storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in self.tensors)}
+        return sum(torch._C._storage_Use_Count(cdata) - 1 for cdata in storages)
+
+    def _known(self) -> set[int]:
+        """Ours, and what they are views of."""
+        bases = (tensor._base for tensor in self.tensors)
+        return {tensor._cdata for tensor in [*self.tensors, *bases] if tensor is not None}
 
     def move_to(self, memory: torch.Tensor, offset_bytes: int) -> None:
         """Copies the range to `offset_bytes` of `memory` and makes every tensor a view there."""

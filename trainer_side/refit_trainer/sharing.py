@@ -71,7 +71,8 @@ def share_parameters(module: _Module) -> _Module:
     into one sealed memfd. Steps in place are seen by the next refit. Call it after the module is on its device and
     in its dtype, and before the first refit. Of a sharded module (FSDP2, tensor parallel: `DTensor`) it moves what lies
     on this rank; then call it, and every refit, on all ranks. Raises `NotShareable` for parameters that are no plain
-    memory, on several kinds of devices, or sharded in a way that leaves no box of elements here.
+    memory, on several kinds of devices, sharded in a way that leaves no box of elements here, or, where they have to be
+    moved, parts of a flat buffer that something else holds (Megatron, DeepSpeed, Apex).
     """
     bare = bare_module(module)
     known = _shared.get(bare)
