@@ -243,7 +243,10 @@ class GenerationWorker:
         sampling = self._config.sampling(work.stop, greedy=greedy, text=text)
         try:
             async with self._daemon.generate(
-                work.prompts, sampling, routed_experts=self._config.routed_experts
+                work.prompts,
+                sampling,
+                routed_experts=self._config.routed_experts,
+                deadline_seconds=self._config.generation_seconds,
             ) as samples:
                 async for sample in samples:
                     put((work.indices[sample.prompt], _good(sample)))

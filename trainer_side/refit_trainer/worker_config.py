@@ -22,12 +22,16 @@ _SETTINGS = {
 }
 
 
+# The reference has no bound: long enough for any rollout, and yet an end for one that nobody waits for any more.
+GENERATION_SECONDS = 7 * 86400.0
+
+
 @dataclass(frozen=True)
 class WorkerConfig:
     """Reads the mapping that the reference's worker is constructed with; keys that mean nothing here are ignored.
 
-    Two keys are refitd's own: `endpoint` names a running daemon (None starts one), `refitd` holds further settings of
-    a daemon that is started, by their own names.
+    Three keys are refitd's own: `endpoint` names a running daemon (None starts one), `refitd` holds further settings of
+    a daemon that is started, by their own names, and `generation_seconds` bounds each batch, by default to a week.
     """
 
     given: Mapping[str, Any]
@@ -45,6 +49,10 @@ class WorkerConfig:
     @property
     def checks_padding(self) -> bool:
         return self.given.get("_pad_token_id") is not None
+
+    @property
+    def generation_seconds(self) -> float:
+        return float(self.given.get("generation_seconds") or GENERATION_SECONDS)
 
     @property
     def routed_experts(self) -> bool:
