@@ -26,6 +26,7 @@ class Daemon:
 
     def __init__(self) -> None:
         self.version = 3
+        self.looks = 0
         self.asked: list[Generate] = []
 
     def answer(self, asked: Asked) -> None:
@@ -33,6 +34,7 @@ class Daemon:
             case LoadModel():
                 asked.reply(ModelLoaded(model=MODEL, load_seconds=0.0))
             case GetStatus():
+                self.looks += 1
                 asked.reply(msgspec.structs.replace(STATUS, version=self.version, epoch=asked.peer.epoch))
             case Generate():
                 self.asked.append(asked.body)
@@ -65,3 +67,26 @@ def test_rollouts_may_take_as_long_as_configured(
 
     asyncio.run(generate())
     assert [command.deadline_seconds for command in daemon.asked] == [seconds]
+
+
+def test_restarted_daemon_counts_anew(peer: Peer, daemon: Daemon) -> None:
+    """The worker does not wait for a version above those of the old one. The weights that the new one was started with
+    are no update."""
+    worker = GenerationWorker({"endpoint": peer.endpoint})
+
+    async def update() -> bool:
+        waiting = asyncio.create_task(worker.update_weights_via_ipc_zmq_async())
+        looks = daemon.looks
+        while daemon.looks < looks + 2:  # noqa: ASYNC110 - the peer is a thread
+            await asyncio.sleep(0.002)
+        assert not waiting.done()
+        daemon.version = 1
+        updated = await waiting
+        await worker.shutdown()
+        return updated
+
+    peer.stop()
+    peer.epoch, daemon.version = 2, 0
+    peer.start()
+    peer.wait_for_hellos(2)
+    assert asyncio.run(update())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from refit_protocol.errors import ErrorCode
@@ -33,6 +34,17 @@ _LOOK_EVERY_SECONDS = 0.02
 _BETWEEN_VERSIONS = (EngineState.REFITTING, EngineState.RESTORING)
 
 
+@dataclass(frozen=True)
+class _Served:
+    """A version of the weights, of the daemon that `epoch` stands for."""
+
+    epoch: int
+    version: int
+
+    def follows(self, seen: _Served) -> bool:
+        return self.version > (seen.version if self.epoch == seen.epoch else 0)
+
+
 class GenerationWorker:
     """One daemon, connected to or started as a child process that ends with this one.
 
@@ -53,7 +65,7 @@ class GenerationWorker:
         self._child: ChildDaemon | None = None
         self._session: AsyncDaemon | None = None
         self._model: ModelInfo | None = None
-        self._seen_version = 0
+        self._seen = _Served(0, 0)
         self._collective: int | None = None
         self._announced: list[TensorShape] = []
         self.vllm_device_ids: list[str] | None = None
@@ -78,7 +90,7 @@ class GenerationWorker:
     def load_model(self) -> None:
         """Returns when the model can be served; does nothing where it is loaded already."""
         self._model = self._wait(self._daemon.load_model())
-        self._seen_version = self._wait(self._daemon.status()).version
+        self._seen = _served(self._wait(self._daemon.status()))
 
     async def post_init_async(self) -> None:
         self.vllm_device_ids = await self.report_device_id_async()
@@ -152,18 +164,19 @@ class GenerationWorker:
     async def update_weights_via_ipc_zmq_async(self) -> bool:
         """Returns True once the engine serves a version that it did not serve at the last call (or at the start).
 
-        The trainer brings it: `Daemon.connect(worker.endpoint).refit(model)`, at the same time or before. Raises what
-        the daemon says where the weights are torn, and `RequestTimedOut` where none come.
+        The trainer brings it: `Daemon.connect(worker.endpoint).refit(model)`, at the same time or before. A daemon that
+        was restarted counts its versions anew, and the weights it was started with are none of them. Raises what the
+        daemon says where the weights are torn, and `RequestTimedOut` where none come.
         """
         give_up_at = time.monotonic() + _REFIT_SECONDS
-        while (status := await self._status()).version <= self._seen_version or status.state in _BETWEEN_VERSIONS:
+        while not _served(status := await self._status()).follows(self._seen) or status.state in _BETWEEN_VERSIONS:
             if status.state in (EngineState.TORN, EngineState.DRAINING, EngineState.DEAD):
                 code, advice = NOT_SERVABLE[status.state]
                 raise RefitdError(advice, code=code)
             if time.monotonic() > give_up_at:
                 raise RequestTimedOut(f"no new weights came within {_REFIT_SECONDS:g} s")
             await asyncio.sleep(_LOOK_EVERY_SECONDS)
-        self._seen_version = status.version
+        self._seen = _served(status)
         return True
 
     async def init_collective_async(
@@ -186,7 +199,7 @@ class GenerationWorker:
             raise RefitdError("no group was joined: call init_collective_async() first", code=ErrorCode.NOT_ALLOWED_NOW)
         tensors = self._announced or await self._needed()
         report = await self._call(self._daemon.receive_refit(self._collective, tensors))
-        self._seen_version = report.version
+        self._seen = _Served(self._daemon.welcome.epoch, report.version)
         return True
 
     # --- generation ---------------------------------------------------------------------------------------------------
@@ -312,6 +325,10 @@ class GenerationWorker:
                     self._child.stop()
             finally:
                 self._thread.stop()
+
+
+def _served(status: Status) -> _Served:
+    return _Served(status.epoch, status.version)
 
 
 def _without(work: Work, full: frozenset[int]) -> Work:
