@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
@@ -13,6 +14,8 @@ pytest.importorskip("cupy", reason="needs CuPy, of the extra cuda12 or cuda13")
 
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.tensors import CudaIpcSegment
+from refit_trainer import NotShareable, share_parameters
+from refit_trainer.sharing import shared_module
 from refitd.worker.cuda_memory import CudaIpcMapping, device_uuid
 from tests.gpu.peers import Peer, peer
 
@@ -108,6 +111,42 @@ def test_mapping_and_closing_300_times_leaves_device_memory_as_it_was(device: to
         for _ in range(300):
             CudaIpcMapping(segment, device).close()
         assert torch.cuda.mem_get_info(device)[0] >= before - (1 << 20)
+
+
+def offloaded_to_the_same_address(model: torch.nn.Module, device: torch.device) -> bool:
+    """To the CPU and back, with the memory given back to the device in between; False where it lies elsewhere then."""
+    address = model.weight.data_ptr()
+    for _ in range(10):
+        model.to("cpu")
+        torch.cuda.empty_cache()
+        model.to(device)
+        if model.weight.data_ptr() == address:
+            return True
+    return False
+
+
+def test_memory_that_was_freed_and_allocated_again_is_noticed(device: torch.device) -> None:
+    """A daemon would go on reading what it has mapped, at an address that looks the same."""
+    torch.cuda.empty_cache()
+    model = share_parameters(torch.nn.Linear(4096, 4096, bias=False, device=device))
+    if not offloaded_to_the_same_address(model, device):
+        pytest.skip("the driver gave the memory other addresses ten times")
+    with pytest.raises(NotShareable, match="the memory under the parameters"):
+        shared_module(model)
+    share_parameters(model)
+    assert shared_module(model) is not None
+
+
+def test_memory_that_stays_is_not_taken_for_other_memory(device: torch.device) -> None:
+    """Whatever else comes and goes on the device, and whatever thread asks, also one that has not used CUDA yet."""
+    model = share_parameters(torch.nn.Linear(4096, 4096, bias=False, device=device))
+    shared = shared_module(model)
+    with torch.no_grad():
+        model.weight.add_(torch.ones_like(model.weight))
+    torch.cuda.empty_cache()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(shared_module, model).result() is shared
+    assert shared_module(model) is shared
 
 
 def refusal(segment: CudaIpcSegment, device: torch.device) -> ProtocolError:

@@ -21,6 +21,9 @@ class ExportedMemory(Protocol):
     def locate(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """The number of the segment that holds the tensor and its offset there in bytes; None if none does."""
 
+    def is_in_place(self) -> bool:
+        """Whether what lies at its addresses is still the memory that was exported. Called before every refit."""
+
     def synchronise(self, segment: int | None = None) -> None:
         """Called before a daemon is told to read one segment, or all: what the calling thread has enqueued to write it
         must be seen by the daemon."""

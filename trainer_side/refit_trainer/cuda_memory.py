@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from refit_trainer.errors import NotShareable
 from refit_trainer.relocation import Relocation
 
 logger = logging.getLogger(__name__)
+
+# Of the driver's CUpointer_attribute: a number that no other allocation of this process has, before or after.
+_BUFFER_ID = 7
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,35 @@ class WriteEvent:
             self._event.record()
             self.handle: bytes = self._event.ipc_handle()
 
+    def query(self) -> bool:
+        """Whether there is nothing to wait for on the calling thread's stream."""
+        return torch.cuda.current_stream(self._device).query()
+
     def record(self) -> None:
         """On an idle stream there is nothing to wait for: recording would only make the device change over to us."""
-        stream = torch.cuda.current_stream(self._device)
-        if not stream.query():
-            self._event.record(stream)
+        if not self.query():
+            self._event.record(torch.cuda.current_stream(self._device))
+
+
+class Allocations:
+    """Those at some addresses, told apart from later ones that the driver puts in the same places."""
+
+    def __init__(self, addresses: Sequence[int]) -> None:
+        self._addresses = addresses
+        self._numbers = (ctypes.c_ulonglong * len(addresses))()
+        size_bytes = ctypes.sizeof(ctypes.c_ulonglong)
+        self._places = [ctypes.byref(self._numbers, index * size_bytes) for index in range(len(addresses))]
+        if not self._ask():
+            raise NotShareable("CUDA does not tell the numbers of the allocations that are to be exported")
+        self._before = bytes(self._numbers)
+
+    def are_the_same(self) -> bool:
+        """Asked before every refit: a call to the driver for each, and no other work in Python."""
+        return self._ask() and bytes(self._numbers) == self._before
+
+    def _ask(self) -> bool:
+        """False where one has been freed, and nothing new lies there."""
+        return not any(map(_pointer_attribute(), self._places, repeat(_BUFFER_ID), self._addresses))
 
 
 @dataclass(frozen=True)
@@ -60,6 +88,7 @@ class CudaMemory:
     def __init__(self, exported: Sequence[_Exported], owned: Sequence[torch.Tensor] = ()) -> None:
         self._exported = exported
         self._owned = owned
+        self._allocations = Allocations([each.allocation.address for each in exported])
 
     @property
     def segments(self) -> list[Segment]:
@@ -75,6 +104,14 @@ class CudaMemory:
             if 0 <= offset_bytes < exported.allocation.size_bytes:
                 return index, offset_bytes
         return None
+
+    def is_in_place(self) -> bool:
+        """False after, say, an offload to the CPU and back that gave the memory to the device in between: what a daemon
+        has mapped is then the freed memory, even where the addresses are the same again."""
+        if self._exported:
+            # The driver answers a thread that has a context; any call of the runtime gives it one.
+            self._exported[0].event.query()
+        return self._allocations.are_the_same()
 
     def synchronise(self, segment: int | None = None) -> None:
         """Marks what is enqueued on the calling thread's current streams as to be finished before a daemon reads."""
@@ -187,6 +224,15 @@ def _cupy() -> Any:
     except ImportError as error:
         raise NotShareable("exporting CUDA memory needs CuPy: pip install cupy-cuda12x or cupy-cuda13x") from error
     return cupy
+
+
+@cache
+def _pointer_attribute() -> Any:
+    """The driver's function, called without letting go of the interpreter: it takes a fraction of a microsecond."""
+    function = ctypes.PyDLL("libcuda.so.1").cuPointerGetAttribute
+    function.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
+    function.restype = ctypes.c_int
+    return function
 
 
 @cache

@@ -61,6 +61,10 @@ class MemfdMemory:
                 return index, offset_bytes
         return None
 
+    def is_in_place(self) -> bool:
+        """We hold the mapping, so nothing else can take its addresses."""
+        return True
+
     def synchronise(self, segment: int | None = None) -> None:
         """The CPU writes in program order; there is nothing to wait for."""
 

@@ -39,7 +39,7 @@ class SharedModule:
     def changed_part(self) -> str | None:
         """The name of a part that no longer is where it was exported, None if all are. Called before every refit."""
         if self._is_in_place():
-            return None
+            return None if self.memory.is_in_place() else "the memory under the parameters"
         for holder, key, data_ptr in zip(self._holders, self._keys, self._addresses, strict=True):
             tensor = holder.get(key)
             if tensor is None or local_part(tensor).data_ptr() != data_ptr:
