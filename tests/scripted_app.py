@@ -7,16 +7,26 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from refit_protocol.errors import ErrorCode
-from refit_protocol.messages import AcquireWriter, Command, OpenSource, Reply, SourceOpened, WriterAcquired
+from refit_protocol.messages import (
+    AcquireWriter,
+    Command,
+    LoadModel,
+    ModelLoaded,
+    OpenSource,
+    Reply,
+    SourceOpened,
+    WriterAcquired,
+)
 from refit_protocol.states import EngineEvent
 from refitd import app as app_module
-from refitd.app import App
+from refitd.app import App, ExitCode
 from refitd.config import Config
 from refitd.endpoint import TcpEndpoint
 from refitd.engine import Engine, EngineInfo
@@ -77,6 +87,11 @@ class ScriptedLLM:
     def hold(self, call: str) -> Held:
         """Until the test lets go, or for ever: as an engine that hangs."""
         return self.held.setdefault(call, Held())
+
+    def release(self) -> None:
+        """Whatever is held is answered, now and later."""
+        for held in self.held.values():
+            held.may_end.set()
 
     async def call_workers(self, method: str, _args: tuple[Any, ...]) -> list[dict[str, Any]]:
         await self._called(method)
@@ -157,6 +172,10 @@ class ScriptedApp:
         await self.app.commit.begin_service()
         self.app.gate.step(EngineEvent.LOADED)
 
+    def stop(self) -> None:
+        """As SIGTERM does."""
+        self.app._on_signal("SIGTERM")
+
     def session(self) -> Session:
         self._sessions += 1
         return Session(
@@ -182,12 +201,17 @@ class ScriptedApp:
         return (await self.ask(session, command, SourceOpened)).source
 
 
-def build_app(directory: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> ScriptedApp:
+def build_app(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    **settings: Any,
+) -> ScriptedApp:
     """Has to be called on the loop; `settings` are the configuration's."""
     monkeypatch.setattr(app_module, "Engine", ScriptedEngine)
     monkeypatch.setattr(app_module, "RefitdMetrics", lambda: RefitdMetrics(CollectorRegistry()))
     config = Config(model="scripted", endpoint=f"ipc://{directory}/s", runtime_directory=directory, **settings)
-    return ScriptedApp(App(config, TcpEndpoint(), None, Notifier({}), lambda: config))
+    return ScriptedApp(App(config, TcpEndpoint(), None, Notifier(environment), lambda: config))
 
 
 @asynccontextmanager
@@ -200,3 +224,25 @@ async def loaded_app(directory: Path, monkeypatch: pytest.MonkeyPatch, **setting
     finally:
         scripted.app.engine.stop()
         scripted.app.server.close()
+
+
+@asynccontextmanager
+async def running_app(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    **settings: Any,
+) -> AsyncIterator[tuple[ScriptedApp, asyncio.Task[ExitCode]]]:
+    """A daemon from its start to its end, loaded, and what it ends with; told to stop at once when it is left."""
+    scripted = build_app(directory, monkeypatch, environment, defer_load=True, **settings)
+    # The server app and the records of an engine's processes need a real one.
+    scripted.app.lifecycle.on_loaded = []
+    run = asyncio.create_task(scripted.app.run())
+    try:
+        await scripted.ask(scripted.session(), LoadModel(), ModelLoaded)
+        yield scripted, run
+    finally:
+        scripted.llm.release()
+        for _ in range(2):
+            scripted.stop()
+        await run

@@ -75,10 +75,8 @@ from refitd.sessions import Sessions
 LOAD_EXTENSION_SECONDS = 3600.0
 LAST_REPLIES_SECONDS = 2.0
 STATUS_AFTER_SECONDS = 0.002
-# States in which no answer of the engine is expected: it is not there yet, or a refit with its own deadline holds it.
-BUSY_BY_ITSELF = frozenset(
-    {EngineState.UNLOADED, EngineState.LOADING, EngineState.REFITTING, EngineState.RESTORING, EngineState.DEAD}
-)
+# There is no engine yet, or none any more.
+NO_ENGINE = frozenset({EngineState.UNLOADED, EngineState.LOADING, EngineState.DEAD})
 
 log = structlog.get_logger()
 
@@ -336,7 +334,7 @@ class App:
             await self._drain()
 
     async def _watch_liveness(self) -> None:
-        """Feeds the watchdog only while an engine RPC comes back; a refit has a deadline of its own."""
+        """Feeds the watchdog only while an engine RPC comes back, or one that is out has time left."""
         settings = self._config.engine
         while True:
             if not await self._answers(settings.liveness_timeout_seconds):
@@ -347,17 +345,20 @@ class App:
             await asyncio.sleep(settings.liveness_interval_seconds)
 
     async def _answers(self, timeout_seconds: float) -> bool:
-        """Nothing to ask before the load; a refit that began while we asked is trusted until its own deadline."""
-        if self.gate.state in BUSY_BY_ITSELF:
+        """An engine that works on a call cannot answer another: it is trusted until that call's own deadline."""
+        if self._is_trusted():
             return True
         asked = time.monotonic()
         try:
             await self.engine.ping(timeout_seconds)
         except TimeoutError:
             self.metrics.engine_missed_answer()
-            return self.gate.state in BUSY_BY_ITSELF
+            return self._is_trusted()
         self.metrics.engine_answered(time.monotonic() - asked)
         return True
+
+    def _is_trusted(self) -> bool:
+        return self.gate.state in NO_ENGINE or self.engine.is_asked
 
     def _engine_died(self, error: BaseException) -> None:
         if self._death is not None or self._stop.is_set():

@@ -288,6 +288,11 @@ class Engine:
             self.on_death(error)
             raise error from None
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether a call is out; each has a deadline, and an engine that misses one is dead."""
+        return bool(self._waiting)
+
     def end_calls(self) -> None:
         """To be called when the engine has died: vLLM leaves its callers waiting."""
         self._dead = True
