@@ -361,14 +361,18 @@ class App:
         return self.gate.state in NO_ENGINE or self.engine.is_asked
 
     def _engine_died(self, error: BaseException) -> None:
-        if self._death is not None or self._stop.is_set():
+        """Whoever waits for the engine is told, also while the daemon is stopping: then there is nothing to drain."""
+        if self.gate.state is EngineState.DEAD:
             return
         log.error("the engine died", reason=str(error) or type(error).__name__)
-        self._death = error
         self.engine.end_calls()
         self.gate.step(EngineEvent.DIED)
         self._spawn(self._abort_requests(ErrorCode.ENGINE_DEAD), "abort-after-death")
-        self._stop.set()
+        if self._stop.is_set():
+            self._stop_now.set()
+        else:
+            self._death = error
+            self._stop.set()
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -412,6 +416,8 @@ class App:
 
     async def _drain_work(self) -> None:
         await self.refit.settle()
+        if self.gate.state is EngineState.DEAD:
+            return
         self.gate.step(EngineEvent.DRAIN_STARTED)
         if self._config.shutdown.policy == "finish":
             await self.gate.until_idle(self._config.shutdown.drain_seconds)

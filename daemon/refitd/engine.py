@@ -481,6 +481,7 @@ class Engine:
 
     def stop(self) -> None:
         """Ends the engine's processes at once; in-flight requests must have been ended before."""
+        self.on_death = lambda _error: None
         if self._lines is not None:
             self._lines.close()
             self._lines = None
