@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 
 from refit_protocol.endpoint import socket_path
-from refit_protocol.errors import ErrorCode
+from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import (
     AbortRefit,
     AcknowledgeGeneration,
@@ -409,10 +409,14 @@ class App:
         with extending(self._notifier, period_seconds=5.0, limit_seconds=settings.drain_seconds + 30.0):
             drain = self._spawn(self._drain_work(), "drain")
             now = self._spawn(self._stop_now.wait(), "stop-now")
-            await asyncio.wait({drain, now}, timeout=settings.drain_seconds, return_when=asyncio.FIRST_COMPLETED)
-            drain.cancel()
-            now.cancel()
+            done, waiting = await asyncio.wait(
+                {drain, now}, timeout=settings.drain_seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in waiting:
+                task.cancel()
             await self._abort_requests(ErrorCode.DRAINING)
+        if drain in done:
+            drain.result()
 
     async def _drain_work(self) -> None:
         await self.refit.settle()
@@ -420,7 +424,13 @@ class App:
             return
         self.gate.step(EngineEvent.DRAIN_STARTED)
         if self._config.shutdown.policy == "finish":
+            await self._until_idle()
+
+    async def _until_idle(self) -> None:
+        try:
             await self.gate.until_idle(self._config.shutdown.drain_seconds)
+        except ProtocolError as late:
+            log.warning("not all requests are finished", reason=late.message)
 
     async def _end(self) -> None:
         """Last replies go out, then sessions, engine and socket go, in this order."""

@@ -112,6 +112,7 @@ class Commit:
         self._engine = engine
         self._gate = gate
         self._exclusive: str | None = None
+        self.is_draining = False
         self._settling: asyncio.Task[None] | None = None
         self.digest: str | None = None
         self.digest_mode: AttestMode = "sampled"
@@ -166,6 +167,7 @@ class Commit:
         return ticket
 
     def _check(self, ticket: Ticket) -> None:
+        self._refuse_while_draining()
         self.refuse_while_busy()
         state = self._gate.state
         if state not in (EngineState.READY, EngineState.TORN, EngineState.ASLEEP):
@@ -186,10 +188,24 @@ class Commit:
             what = self._exclusive or "another refit"
             raise ProtocolError(ErrorCode.REFIT_IN_PROGRESS, f"{what} is under way: wait for its end")
 
+    def drain(self) -> None:
+        """From now on nothing begins; what is under way is ended by those who began it."""
+        self.is_draining = True
+
+    def _refuse_while_draining(self) -> None:
+        if self.is_draining:
+            raise ProtocolError(*NOT_SERVABLE[EngineState.DRAINING], state=EngineState.DRAINING.value)
+
     @contextmanager
     def exclusive(self, what: str) -> Iterator[None]:
         """Keeps refits, restores and changes of sleep apart, also while one of them awaits the engine."""
+        self._refuse_while_draining()
         self.refuse_while_busy()
+        with self._busy_with(what):
+            yield
+
+    @contextmanager
+    def _busy_with(self, what: str) -> Iterator[None]:
         self._exclusive = what
         try:
             yield
@@ -337,7 +353,7 @@ class Commit:
         """Whether the weights from before the refit are served again."""
         self._gate.step(EngineEvent.RESTORE_STARTED)
         self._report_failure(error)
-        with self.exclusive("a restore"):
+        with self._busy_with("a restore"):
             try:
                 await self._restore()
             except ProtocolError as failure:

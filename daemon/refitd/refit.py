@@ -62,6 +62,8 @@ from refitd.source import BucketRefit, Source
 from refitd.sources import Sources
 from refitd.writer import Writer
 
+STOPPING = "the daemon is shutting down"
+
 log = structlog.get_logger()
 
 
@@ -108,11 +110,16 @@ class Refit:
         await self._finish_even_if_cancelled(self._let_go(session, why))
 
     async def settle(self) -> None:
-        """Ends a bucket refit that is under way and waits for what writes; afterwards no refit is open."""
-        self._sources.end_groups(ProtocolError(ErrorCode.DRAINING, "the daemon is shutting down"))
-        if self._bucket_refit is not None:
-            await self._abort(self._bucket_refit, "the daemon is shutting down")
-        await asyncio.gather(*self._running, return_exceptions=True)
+        """Ends what is open, gives up what waits, and waits for what writes; afterwards no refit is or will be open."""
+        self._commit.drain()
+        self._sources.end_groups(ProtocolError(ErrorCode.DRAINING, STOPPING))
+        for _, ticket in self._windows.values():
+            ticket.withdraw(STOPPING)
+        while self._bucket_refit is not None or self._running:
+            if self._bucket_refit is not None:
+                await self._abort(self._bucket_refit, STOPPING)
+            else:
+                await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
 
     # --- sources ------------------------------------------------------------------------------------------------------
 
@@ -251,6 +258,7 @@ class Refit:
             refit = BucketRefit.announce(next(self._ids), session, source, body.tensors, ticket)
         await self._open_window(refit)
         try:
+            ticket.check()
             await self._engine.call_workers(
                 "refitd_begin",
                 source.id,
@@ -274,10 +282,17 @@ class Refit:
         self._bucket_refit = refit
 
     async def _leave_open(self, refit: BucketRefit) -> None:
-        """The window now waits for its session's next message, but not for ever."""
+        """The window now waits for its session's next message, but not for ever.
+
+        Raises `unknown_refit` where nobody may send one: it was aborted meanwhile, or is now.
+        """
+        self._check_current(refit)
         refit.watch(self._run(self._abort_at_deadline(refit)))
-        if refit.session.closed or self.writer.session is not refit.session:
+        if self._commit.is_draining:
+            await self._abort(refit, STOPPING)
+        elif refit.session.closed or self.writer.session is not refit.session:
             await self._abort(refit, "its session is the writer no more")
+        self._check_current(refit)
 
     async def apply_bucket(self, call: Call) -> AsyncIterator[Answer]:
         assert isinstance(call.body, ApplyBucket)
