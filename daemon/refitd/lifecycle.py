@@ -88,17 +88,23 @@ class Lifecycle:
 
     async def _load_model(self) -> EngineInfo:
         try:
-            if problem := self.room_problem():
-                raise StartupError(problem)
-            info = await self._engine.load()
-        except (StartupError, ConfigError) as error:
-            # Half an engine cannot be tried again in the same process.
+            return await self._begin_service()
+        # The boundary of a task: half an engine cannot be tried again in the same process, whatever it failed of.
+        except Exception as error:
             self.on_failed(error)
             raise
+
+    async def _begin_service(self) -> EngineInfo:
+        if problem := self.room_problem():
+            raise StartupError(problem)
+        info = await self._engine.load()
         self._sessions.model = info.model
-        await self._commit.begin_service()
-        for hook in self.on_loaded:
-            await hook(info)
+        try:
+            await self._commit.begin_service()
+            for hook in self.on_loaded:
+                await hook(info)
+        except ProtocolError as error:
+            raise StartupError(f"the engine cannot serve: {error.message}") from error
         self._gate.step(EngineEvent.LOADED)
         log.info("model loaded", model=info.model.name, load_seconds=round(info.load_seconds, 1), devices=info.devices)
         return info

@@ -1,0 +1,66 @@
+"""A load that fails after vLLM has started, in whatever comes then. No vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from refit_protocol.errors import ErrorCode, ProtocolError
+from refit_protocol.messages import LoadModel, ModelLoaded
+from refitd.app import ExitCode
+from refitd.engine import EngineInfo, StartupError
+from tests.scripted_app import ScriptedApp, build_app, worker_refusal
+
+
+async def refuse(_info: EngineInfo) -> None:
+    raise StartupError("lora.adapters: no such directory")
+
+
+async def load(scripted: ScriptedApp) -> ProtocolError:
+    with pytest.raises(ProtocolError) as failed:
+        await scripted.ask(scripted.session(), LoadModel(), ModelLoaded)
+    return failed.value
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("part", ["the weights are kept", "what the configuration names is loaded"])
+def test_a_start_that_fails_late_ends_the_daemon_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, *, deferred: bool
+) -> None:
+    """With the exit code of a start that failed; who asked for the load is told why."""
+
+    async def run() -> None:
+        scripted = build_app(tmp_path, monkeypatch, defer_load=deferred, refit={"keep_last": "host"})
+        scripted.app.lifecycle.on_loaded = []
+        if part == "the weights are kept":
+            scripted.llm.failures["refitd_keep_last"] = worker_refusal(ErrorCode.UNSUPPORTED)
+        else:
+            scripted.app.lifecycle.on_loaded = [refuse]
+        ended = asyncio.create_task(scripted.app.run())
+        if deferred:
+            assert (await load(scripted)).code is ErrorCode.ENGINE_ERROR
+        assert await ended is ExitCode.STARTUP
+
+    asyncio.run(run())
+
+
+def test_a_bug_in_a_deferred_load_ends_the_daemon_with_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not stay `loading` for ever."""
+
+    async def fail(_info: EngineInfo) -> None:
+        raise RuntimeError("a bug")
+
+    async def run() -> None:
+        scripted = build_app(tmp_path, monkeypatch, defer_load=True)
+        scripted.app.lifecycle.on_loaded = [fail]
+        ended = asyncio.create_task(scripted.app.run())
+        with pytest.raises(RuntimeError, match="a bug"):
+            await scripted.ask(scripted.session(), LoadModel(), ModelLoaded)
+        with pytest.raises(RuntimeError, match="a bug"):
+            await ended
+
+    asyncio.run(run())
