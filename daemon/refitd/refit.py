@@ -102,7 +102,7 @@ class Refit:
 
     async def release_writer(self, call: Call) -> AsyncIterator[Answer]:
         assert isinstance(call.body, ReleaseWriter)
-        await self._let_go(call.owner, "writer released")
+        await self._finish_even_if_cancelled(self._let_go(call.owner, "writer released"))
         yield Answer(WriterReleased())
 
     async def session_closed(self, session: Session, why: str) -> None:
