@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from refit_protocol.messages import ReleaseWriter, WriterReleased
+from refit_protocol.messages import AcquireWriter, ReleaseWriter, WriterAcquired, WriterReleased
+from refitd.sessions import SessionState
 from tests.scripted_app import loaded_app
 
 
@@ -28,5 +29,28 @@ def test_letting_go_is_done_to_its_end(tmp_path: Path, monkeypatch: pytest.Monke
             await scripted.app.refit.settle()
             assert scripted.app.refit.sources == 0
             assert scripted.app.refit.writer.session is None
+
+    asyncio.run(run())
+
+
+def test_a_takeover_ends_the_writer_of_that_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another may have become the writer while the one before was let go: its memory is unmapped too."""
+
+    async def run() -> None:
+        async with loaded_app(tmp_path, monkeypatch) as scripted:
+            gone, epoch = await scripted.writer()
+            await scripted.open(gone, epoch)
+            gone.state = SessionState.CLOSED
+            closing = scripted.llm.hold("refitd_close_source")
+            taking_over = AcquireWriter(takeover=True)
+            last = scripted.session()
+            acquiring = asyncio.create_task(scripted.ask(last, taking_over, WriterAcquired))
+            await closing.begun.wait()
+            between, epoch = await scripted.writer()
+            await scripted.open(between, epoch)
+            scripted.llm.release()
+            assert (await acquiring).epoch > epoch
+            assert scripted.app.refit.writer.session is last
+            assert scripted.app.refit.sources == 0
 
     asyncio.run(run())

@@ -91,8 +91,8 @@ class Refit:
     async def acquire_writer(self, call: Call) -> AsyncIterator[Answer]:
         """Comes back when the writer before has let go: its refit aborted, its memory unmapped."""
         assert isinstance(call.body, AcquireWriter)
-        previous = self.writer.session
-        if previous is not None and previous.closed:
+        # Another may have acquired it meanwhile: it is the writer of this moment that is taken over.
+        while (previous := self.writer.session) is not None and previous.closed:
             await self._finish_even_if_cancelled(self._let_go(previous, "its session ended"))
         epoch = self.writer.acquire(call.owner, takeover=call.body.takeover)
         if previous is not None and previous is not call.owner:
