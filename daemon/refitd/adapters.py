@@ -19,6 +19,7 @@ import structlog
 
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import AdapterLoaded, AdapterUnloaded, LoadAdapter, UnloadAdapter
+from refit_protocol.states import EngineState
 from refitd.checkpoints import readable_directory
 from refitd.config import Config
 from refitd.engine import Adapter, Engine, StartupError
@@ -125,7 +126,7 @@ class Adapters:
             adapter = Adapter(name, number, self._copies / str(number))
             await asyncio.to_thread(copy_adapter, name, directory, adapter.directory)
             try:
-                await self._engine.load_adapter(adapter)
+                await self._hand_over(adapter)
             except ProtocolError:
                 shutil.rmtree(adapter.directory)
                 raise
@@ -135,6 +136,16 @@ class Adapters:
             self.on_change()
             await self._clear_away()
         log.info("adapter loaded", name=name, directory=str(directory))
+
+    async def _hand_over(self, adapter: Adapter) -> None:
+        """Counts as a request: while files were copied the engine may have fallen asleep, and now it has to wait."""
+        if self._gate.state is not EngineState.LOADING:
+            await self._gate.admit()
+        self._gate.enter()
+        try:
+            await self._engine.load_adapter(adapter)
+        finally:
+            self._gate.leave()
 
     async def _unload(self, adapter: Adapter) -> None:
         async with self._order:
