@@ -282,10 +282,7 @@ class Refit:
         self._bucket_refit = refit
 
     async def _leave_open(self, refit: BucketRefit) -> None:
-        """The window now waits for its session's next message, but not for ever.
-
-        Raises `unknown_refit` where nobody may send one: it was aborted meanwhile, or is now.
-        """
+        """The window waits, not for ever, for its session's next message. Raises `unknown_refit` if none may come."""
         self._check_current(refit)
         refit.watch(self._run(self._abort_at_deadline(refit)))
         if self._commit.is_draining:
