@@ -49,7 +49,7 @@ async def beginning(scripted: ScriptedApp, kind: str) -> tuple[Session, asyncio.
 def test_a_refit_that_is_just_beginning_does_not_stay_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, call: str
 ) -> None:
-    """However far it is: its trainer is told, and requests are drained as without it."""
+    """However far it is: its trainer is told, and requests are drained as without it. What was written is torn."""
 
     async def run() -> None:
         async with running_app(tmp_path, monkeypatch) as (scripted, ended):
@@ -66,7 +66,8 @@ def test_a_refit_that_is_just_beginning_does_not_stay_open(
             assert refused.value.code in (ErrorCode.REFIT_FAILED, ErrorCode.UNKNOWN_REFIT)
             scripted.app.gate.leave()
             assert await ended is ExitCode.OK
-            assert states[-1] is EngineState.DRAINING
+            before = EngineState.TORN if call == "refitd_commit" else EngineState.READY
+            assert states == [EngineState.REFITTING, before, EngineState.DRAINING]
 
     asyncio.run(run())
 

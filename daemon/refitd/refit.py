@@ -56,9 +56,9 @@ from refitd.commit import Commit, Ticket
 from refitd.config import Config
 from refitd.engine import Engine
 from refitd.gate import Gate
-from refitd.ranks import combine_digests, combine_paths
+from refitd.ranks import combine_paths
 from refitd.sessions import Answer, Call, Session
-from refitd.source import BucketRefit, Source
+from refitd.source import BucketRefit, Source, unknown_refit
 from refitd.sources import Sources
 from refitd.writer import Writer
 
@@ -116,7 +116,10 @@ class Refit:
         for _, ticket in self._windows.values():
             ticket.withdraw(STOPPING)
         while self._bucket_refit is not None or self._running:
-            if self._bucket_refit is not None:
+            # First what is just beginning: only it knows what it has written.
+            if self._windows:
+                await asyncio.wait(self._windows)
+            elif self._bucket_refit is not None:
                 await self._abort(self._bucket_refit, STOPPING)
             else:
                 await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
@@ -230,7 +233,7 @@ class Refit:
         await self._open_window(refit)
         try:
             refit.held = await self._write_in_place(source, body, ticket)
-            held = _held(refit)
+            held = refit.as_held()
         except BaseException as error:
             await self._end_bucket_refit(refit, error)
             raise
@@ -384,7 +387,7 @@ class Refit:
                 if refit.held is None:
                     refit.held = await self._complete(refit)
                 if hold:
-                    return _held(refit)
+                    return refit.as_held()
                 report = await self._commit.publish(refit.ticket, refit.held)
             except ProtocolError as error:
                 await self._end_bucket_refit(refit, error)
@@ -408,7 +411,7 @@ class Refit:
         assert isinstance(call.body, AbortRefit)
         refit = self._refit_under_way(call.owner, call.body.epoch, call.body.refit)
         if not await self._finish_even_if_cancelled(self._abort(refit, "the trainer aborted")):
-            raise _unknown_refit(refit.id)
+            raise unknown_refit(refit.id)
         yield Answer(RefitAborted(refit=refit.id, state=self._gate.state, version=self._gate.version))
 
     async def _abort(self, refit: BucketRefit, why: str) -> bool:
@@ -546,12 +549,12 @@ class Refit:
         self.writer.check(session, epoch)
         refit = self._bucket_refit
         if refit is None or refit.id != refit_id:
-            raise _unknown_refit(refit_id)
+            raise unknown_refit(refit_id)
         return refit
 
     def _check_current(self, refit: BucketRefit) -> None:
         if self._bucket_refit is not refit:
-            raise _unknown_refit(refit.id)
+            raise unknown_refit(refit.id)
 
     async def _leave_windows(self, session: Session, why: str) -> None:
         """What waits is given up, what writes is waited for: the next writer finds nothing under way."""
@@ -586,17 +589,8 @@ class Refit:
             task.exception()
 
 
-def _held(refit: BucketRefit) -> RefitHeld:
-    assert refit.held is not None
-    return RefitHeld(refit=refit.id, version=refit.ticket.version, digest=combine_digests(refit.held))
-
-
 def _is_replayed(answers: list[dict[str, Any]]) -> bool:
     return all(answer["path"] == "plan" for answer in answers)
-
-
-def _unknown_refit(refit_id: int) -> ProtocolError:
-    return ProtocolError(ErrorCode.UNKNOWN_REFIT, f"refit {refit_id} is not under way: it was ended, or never begun")
 
 
 def _writer_changed() -> ProtocolError:

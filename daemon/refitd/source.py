@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from refit_protocol.errors import ErrorCode, ProtocolError
+from refit_protocol.messages import RefitHeld
 from refit_protocol.tensors import Segment, TensorShape, check_shape, check_unique
 from refitd.commit import Ticket
 from refitd.groups import Group
+from refitd.ranks import combine_digests
 from refitd.sessions import Session
 
 COMMANDS = {
@@ -101,6 +103,11 @@ class BucketRefit:
         if self.held is not None:
             raise ProtocolError(ErrorCode.NOT_ALLOWED_NOW, f"refit {self.id} is held: finish or abort it", state="held")
 
+    def as_held(self) -> RefitHeld:
+        """What its trainer is told when only publishing is left."""
+        assert self.held is not None
+        return RefitHeld(refit=self.id, version=self.ticket.version, digest=combine_digests(self.held))
+
     def watch(self, deadline: asyncio.Task[Any]) -> None:
         self._deadline = deadline
 
@@ -108,3 +115,7 @@ class BucketRefit:
         if self._deadline is not None and self._deadline is not asyncio.current_task():
             self._deadline.cancel()
         self._deadline = None
+
+
+def unknown_refit(refit_id: int) -> ProtocolError:
+    return ProtocolError(ErrorCode.UNKNOWN_REFIT, f"refit {refit_id} is not under way: it was ended, or never begun")
