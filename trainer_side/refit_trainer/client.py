@@ -49,7 +49,8 @@ class LoopThread:
         import uvloop
 
         self._pid = os.getpid()
-        self._handing_in = threading.Lock()
+        # Re-entrant for the sake of signal handlers, which may close the client while their own thread hands in a call.
+        self._handing_in = threading.RLock()
         self._stopped = False
         self._ended = False
         # Each call goes through it twice: a third less time than with asyncio's own.
