@@ -52,6 +52,7 @@ ANSWERS: Mapping[str, dict[str, Any]] = {
     "refitd_begin": OPENED,
     "refitd_validate": OPENED,
     "refitd_abort": {"wrote": False},
+    "refitd_cache_is_finite": {"finite": False},
     "refitd_digest": DIGEST,
     "refitd_load_adapter": {"unused": []},
 }
@@ -83,6 +84,11 @@ class ScriptedLLM:
         self.failures: dict[str, Exception | dict[str, Any]] = {}
         self.requests_added = 0
         self.nan_seen = False
+        self.on_nan: Callable[[], None] = lambda: None
+
+    def note_nan(self) -> None:
+        self.nan_seen = True
+        self.on_nan()
 
     def hold(self, call: str) -> Held:
         """Until the test lets go, or for ever: as an engine that hangs."""
@@ -140,6 +146,7 @@ class ScriptedEngine(Engine):
 
     async def load(self) -> EngineInfo:
         self._llm = self.script  # type: ignore[assignment]
+        self.script.on_nan = lambda: self.on_nan()
         self.info = EngineInfo(
             model=MODEL,
             manifest=[],

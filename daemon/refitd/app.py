@@ -267,6 +267,7 @@ class App:
         self.commit.abort_requests = self._abort_requests
         self.sessions.on_close = [self.generation.session_closed, self.refit.session_closed]
         self.engine.on_death = self._engine_died
+        self.engine.on_nan = self.commit.cleaning.soon
         self.adapters.on_change = self._serve_adapters
         self.lifecycle.on_loaded = [self._model_loaded]
         self.lifecycle.read_progress = lambda: load_progress.read(self._config.runtime_directory)

@@ -27,6 +27,7 @@ from refit_protocol.states import (
     SleepState,
     step,
 )
+from refitd.cleaning import Cleaning
 from refitd.config import RefitConfig
 from refitd.engine import Engine, WorkerError
 from refitd.gate import Gate
@@ -113,6 +114,7 @@ class Commit:
         self._gate = gate
         self._exclusive: str | None = None
         self.is_draining = False
+        self.cleaning = Cleaning(engine, config.deadline_seconds, self._is_held)
         self._settling: asyncio.Task[None] | None = None
         self.digest: str | None = None
         self.digest_mode: AttestMode = "sampled"
@@ -196,6 +198,10 @@ class Commit:
         if self.is_draining:
             raise ProtocolError(*NOT_SERVABLE[EngineState.DRAINING], state=EngineState.DRAINING.value)
 
+    def _is_held(self) -> bool:
+        """By a refit, a restore or a change of sleep; and where nothing is served nothing is to be cleaned."""
+        return self._gate.state is not EngineState.READY or self._exclusive is not None or self.is_draining
+
     @contextmanager
     def exclusive(self, what: str) -> Iterator[None]:
         """Keeps refits, restores and changes of sleep apart, also while one of them awaits the engine."""
@@ -218,11 +224,12 @@ class Commit:
 
         The body must `publish` or raise.
         """
-        # Again, since a task lies between the ticket and this: no await may come between the check and the step.
-        self._check(ticket)
-        was_torn = self._gate.state is EngineState.TORN
-        sleep_after = step(SLEEP_TRANSITIONS, self._gate.sleep, _sleep_event(ticket.partial))
-        self._gate.step(EngineEvent.REFIT_STARTED)
+        async with self.cleaning.order:
+            # Again, since a task lies between the ticket and this: no await may come between the check and the step.
+            self._check(ticket)
+            was_torn = self._gate.state is EngineState.TORN
+            sleep_after = step(SLEEP_TRANSITIONS, self._gate.sleep, _sleep_event(ticket.partial))
+            self._gate.step(EngineEvent.REFIT_STARTED)
         try:
             frozen = await self._quiesce(ticket)
         except BaseException as error:

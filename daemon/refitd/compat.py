@@ -106,6 +106,7 @@ class StampedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not checked
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._ours: set[str] = set()
         self.nan_seen = False
+        self.on_nan: Callable[[], None] = lambda: None
         self.requests_added = 0
         self.output_handler: asyncio.Task[None] | None
         self._sink: StepSink = lambda _outputs: None
@@ -120,6 +121,11 @@ class StampedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not checked
         self._count_requests()
         self._tasks = await self.get_supported_tasks()
         self._run_output_handler()
+
+    def note_nan(self) -> None:
+        """See `Engine.note_nan`; vLLM's own app notices it by itself."""
+        self.nan_seen = True
+        self.on_nan()
 
     @property
     def has_replicas(self) -> bool:

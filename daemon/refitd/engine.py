@@ -154,6 +154,7 @@ class Engine:
         self.info: EngineInfo | None = None
         self.on_step: Callable[[Sequence[StepOutput]], None] = lambda _outputs: None
         self.on_death: Callable[[BaseException], None] = lambda _error: None
+        self.on_nan: Callable[[], None] = lambda: None
         self._dead = False
         self._waiting: set[asyncio.Timeout] = set()
         self._accepted: dict[RequestKind, PreparedRequest] = {}
@@ -170,6 +171,7 @@ class Engine:
         try:
             self._llm = await asyncio.get_running_loop().run_in_executor(self._loader, _start, self._config)
             await self._llm.attach(lambda outputs: self.on_step(outputs), lambda error: self.on_death(error))
+            self._llm.on_nan = lambda: self.on_nan()
             await self._warm_up()
             self.info = await self._describe(time.monotonic() - started)
             if not self.llm.has_replicas:
@@ -442,13 +444,29 @@ class Engine:
 
     def note_nan(self) -> None:
         """Tokens were made of logits that are no numbers: so may be what they left in the KV cache."""
-        self.llm.nan_seen = True
+        self.llm.note_nan()
+
+    @property
+    def nan_seen(self) -> bool:
+        return self.llm.nan_seen
+
+    async def cache_is_finite(self, timeout_seconds: float) -> bool:
+        """Whether there is nothing to clean, however NaN came about: a grammar that allows nothing makes it too."""
+        self.llm.nan_seen = False
+        answers = await self.call_workers("refitd_cache_is_finite", timeout_seconds=timeout_seconds)
+        finite = all(answer["finite"] for answer in answers)
+        self.llm.nan_seen |= not finite
+        return finite
 
     async def clean_cache(self, timeout_seconds: float) -> None:
         """Has to be called between two versions, so that NaN of the old weights is not read under the new ones."""
         if self.llm.nan_seen:
-            await self.call_workers("refitd_clean_cache", timeout_seconds=timeout_seconds)
             self.llm.nan_seen = False
+            try:
+                await self.call_workers("refitd_clean_cache", timeout_seconds=timeout_seconds)
+            except ProtocolError:
+                self.llm.nan_seen = True
+                raise
 
     async def before_sleep(self) -> None:
         """Nothing reads the weights afterwards, neither a call on the direct way nor the copy that is kept of them.

@@ -97,7 +97,7 @@ class HttpRequests:
             if sequence is not None:
                 sequence.trace.made(sequence.choice, len(output.new_token_ids), self._gate.version)
                 if _is_nan(output):
-                    self._llm.nan_seen = True
+                    self._llm.note_nan()
                     sequence.trace.failure = ProtocolError(
                         ErrorCode.NOT_A_NUMBER, "the model's logprobs are not numbers"
                     )

@@ -58,7 +58,8 @@ class Power:
     async def _fall_asleep(self, body: Sleep) -> None:
         self._refuse_unless((EngineState.READY, EngineState.ASLEEP))
         with self._commit.exclusive("a change of sleep"):
-            await self._change_to_sleep(body)
+            async with self._commit.cleaning.order:
+                await self._change_to_sleep(body)
 
     async def _change_to_sleep(self, body: Sleep) -> None:
         event = SLEEP_EVENTS[body.level]

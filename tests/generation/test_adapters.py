@@ -197,6 +197,16 @@ def test_what_is_no_adapter_of_this_model_is_refused(
     assert ids(daemon, "two") == two
 
 
+def test_an_adapter_that_makes_nan_harms_nobody_else(daemon: Daemon, one: Weights, tmp_path: Path) -> None:
+    """Its requests fail. What they leave in the KV cache is taken out before others get the blocks: of these, two in
+    five had failed too, until the next refit."""
+    daemon.load_adapter("two", write_adapter(tmp_path / "huge", {name: tensor * 1e30 for name, tensor in one.items()}))
+    prompts = [PROMPT * (1 + number % 17) for number in range(60)]
+    for _ in range(3):
+        assert {each.error for each in daemon.generate(prompts, GREEDY, lora="two")} == {ErrorCode.NOT_A_NUMBER}
+        assert {each.error for each in daemon.generate(prompts, GREEDY)} == {None}
+
+
 def test_adapters_are_models_of_the_openai_endpoint(daemon: Daemon, adapters: Path) -> None:
     """Listed, and served by name with the same tokens; what has been unloaded is gone there too."""
     status = daemon.status()

@@ -458,6 +458,13 @@ class RefitWorkerExtension:
         return {"unloaded": bool(self.model_runner.remove_lora(number))}
 
     @answered
+    def refitd_cache_is_finite(self) -> Answer:
+        """`{finite}`: whether no block of the KV cache holds NaN or infinity."""
+        caches = [cache for cache in self.model_runner.kv_caches if cache.is_floating_point()]
+        # Both survive a sum, which takes no memory of its own.
+        return {"finite": all(bool(cache.sum(dtype=torch.float32).isfinite()) for cache in caches)}
+
+    @answered
     def refitd_clean_cache(self) -> Answer:
         """Makes what is no finite number in the KV cache zero, and leaves the rest: masked or not, one NaN in a block
         makes NaN of every attention that reads the block.
