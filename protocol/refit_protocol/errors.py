@@ -131,15 +131,19 @@ ERROR_RULES: dict[ErrorCode, ErrorRule] = {
     ErrorCode.INTERNAL: ErrorRule(Fault.DAEMON, retryable=False),
 }
 
+MAX_MESSAGE_CHARACTERS = 4096
+
 
 class ProtocolError(Exception):
     """A request that cannot be served; becomes a `Failed` reply.
 
     `details` holds message-pack natives with string keys (names, limits, shapes) for programs; `message` is for people
-    and says what to do.
+    and says what to do. It may quote what a client sent, however long: beyond MAX_MESSAGE_CHARACTERS it is cut off.
     """
 
     def __init__(self, code: ErrorCode, message: str, **details: object) -> None:
+        if len(message) > MAX_MESSAGE_CHARACTERS:
+            message = f"{message[: MAX_MESSAGE_CHARACTERS - 3]}..."
         super().__init__(message)
         self.code = code
         self.message = message
