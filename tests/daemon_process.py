@@ -149,6 +149,18 @@ def start_daemon(
     return DaemonProcess(process, endpoint, log, curve)
 
 
+@contextmanager
+def standing_still(*pids: int) -> Iterator[None]:
+    """Stops these processes, and lets them go on afterwards, also after a failure."""
+    try:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
 def descendants(pid: int) -> list[int]:
     """Living children of `pid` and theirs; zombies are dead."""
     found: list[int] = []

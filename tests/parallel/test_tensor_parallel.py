@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +12,7 @@ from transformers import PreTrainedModel
 from refit_protocol.errors import ErrorCode
 from refit_protocol.states import EngineState
 from refit_trainer import Daemon, RefitdError
-from tests.daemon_process import DaemonProcess
+from tests.daemon_process import DaemonProcess, standing_still
 from tests.parallel.engines import (
     Said,
     load,
@@ -92,16 +90,13 @@ def test_the_ack_comes_only_after_every_rank(two_ranks: DaemonProcess, daemon: D
     for delayed in worker_pids(two_ranks):
         with two_ranks.connect() as looking, ThreadPoolExecutor(1) as pool:
             version = looking.status().version
-            os.kill(delayed, signal.SIGSTOP)
-            try:
+            with standing_still(delayed):
                 refit = pool.submit(refit_and_overwrite)
                 wait_until_refitting(looking, refit)
                 for _ in range(LOOKS):
                     status = looking.status()
                     assert (status.state, status.version) == (EngineState.REFITTING, version)
                 assert not refit.done()
-            finally:
-                os.kill(delayed, signal.SIGCONT)
             refit.result()
             assert looking.status().version == version + 1
         assert said(daemon) == of_b
@@ -140,16 +135,12 @@ def test_ranks_that_read_different_bytes_are_found_out(
     daemon.refit(model)
     load(model, 1)
     with two_ranks.connect() as looking, ThreadPoolExecutor(1) as pool:
-        delayed = worker_pids(two_ranks)[1]
-        os.kill(delayed, signal.SIGSTOP)
-        try:
+        with standing_still(worker_pids(two_ranks)[1]):
             refit = pool.submit(daemon.refit, model)
             wait_until_refitting(looking, refit)
             for _ in range(LOOKS):
                 assert looking.status().state is EngineState.REFITTING
             load(model, 2)
-        finally:
-            os.kill(delayed, signal.SIGCONT)
         error = refit.exception()
     if error is None:
         assert daemon.verify(model, full=True)
