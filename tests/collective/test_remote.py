@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import zmq.auth
+from transformers import PreTrainedModel
 
 from refit_protocol.errors import ErrorCode
 from refit_protocol.states import EngineState
-from refit_trainer import CurveKeys, Daemon, RefitdError
+from refit_trainer import CurveKeys, Daemon, DaemonUnreachable, RefitdError
 from refitd.curve import write_keys
+from tests.canary import unharmed
 from tests.cases.test_torn import wait_for
 from tests.cases.test_updates import tensors_of
 from tests.conftest import GREEDY, PROMPT
@@ -48,6 +50,22 @@ def daemon(remote: DaemonProcess) -> Iterator[Daemon]:
         yield connected
 
 
+def test_a_client_with_keys_uses_it_and_others_do_not_reach_it(
+    daemon: Daemon, remote: DaemonProcess, fresh_sample: tuple[list[int], list[float]], model: PreTrainedModel
+) -> None:
+    """It generates and tells its status; memory cannot be lent over a network, and a refit says so."""
+    with unharmed(daemon):
+        assert daemon.status().version == 0
+        sample = daemon.generate_one(PROMPT, GREEDY)
+        assert (sample.token_ids.tolist(), sample.logprobs.tolist()) == fresh_sample
+        for weights in (model, tensors_of(1)):
+            with pytest.raises(RefitdError, match="pid") as refused:
+                daemon.refit(weights)
+            assert refused.value.code is ErrorCode.INVALID_DESCRIPTOR
+    with pytest.raises(DaemonUnreachable):
+        Daemon.connect(remote.endpoint, timeout_seconds=2.0)
+
+
 def failing(count: int) -> Iterator[tuple[str, torch.Tensor]]:
     for index, named in enumerate(tensors_of(1).items()):
         if index == count:
@@ -56,9 +74,7 @@ def failing(count: int) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def test_a_session_without_local_memory_refits(daemon: Daemon) -> None:
-    """Lending memory is refused over TCP; broadcasts work, and both sides agree on the digest."""
-    with pytest.raises(RefitdError):
-        daemon.refit(tensors_of(1))
+    """Broadcasts work, and both sides agree on the digest."""
     with daemon.collective() as group:
         for seed in (1, 0):
             report = group.refit(tensors_of(seed))
