@@ -30,6 +30,7 @@ SMALL_ENGINE = (
     "engine.cpu_kv_cache_gib=1",
     "engine.max_model_len=256",
     "engine.max_num_seqs=64",
+    "engine.extra={num_gpu_blocks_override = 512}",
 )
 
 
