@@ -1,4 +1,4 @@
-"""Checkpoints and workers, each made once per session."""
+"""Checkpoints and workers, each made once for all tests here."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
 from tests.worker.engines import LoadedWorker
 from tests.worker.models import Kind, build_model
@@ -15,7 +16,7 @@ from tests.worker.models import Kind, build_model
 Weights = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def small_engine() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -24,7 +25,7 @@ def small_engine() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Kind, int], Path]:
     """The folder of a random checkpoint, by kind and seed."""
     built: dict[tuple[Kind, int], Path] = {}
@@ -37,7 +38,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Kind, int]
     return find
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def weights_of(checkpoint: Callable[[Kind, int], Path]) -> Callable[[Kind, int], Weights]:
     """The tensors of that checkpoint."""
 
@@ -47,7 +48,7 @@ def weights_of(checkpoint: Callable[[Kind, int], Path]) -> Callable[[Kind, int],
     return read
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def workers(checkpoint: Callable[[Kind, int], Path]) -> Iterator[Callable[[Kind, int], LoadedWorker]]:
     """A worker that has loaded that checkpoint and was not changed since."""
     loaded: dict[tuple[Kind, int], LoadedWorker] = {}
@@ -62,9 +63,12 @@ def workers(checkpoint: Callable[[Kind, int], Path]) -> Iterator[Callable[[Kind,
     yield load
     for worker in loaded.values():
         worker.close()
+    # Tests of other folders make torch's default process group themselves.
+    destroy_model_parallel()
+    destroy_distributed_environment()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def fresh(workers: Callable[[Kind, int], LoadedWorker]) -> Callable[[Kind, int], Weights]:
     """What a worker serves that has just loaded that checkpoint: the result every refit has to reach.
 
@@ -80,7 +84,7 @@ def fresh(workers: Callable[[Kind, int], LoadedWorker]) -> Callable[[Kind, int],
     return read
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def worker_of(
     workers: Callable[[Kind, int], LoadedWorker], fresh: Callable[[Kind, int], Weights]
 ) -> Callable[[Kind], LoadedWorker]:
