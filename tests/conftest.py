@@ -6,6 +6,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,14 @@ PROMPT = [5, 60, 7, 400, 9]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With pytest's -n: which tests stay together. Without it pytest-xdist need not be installed."""
+    from tests.distribution import ByFile
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")
