@@ -7,7 +7,7 @@ import contextlib
 import gc
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -54,6 +54,8 @@ from refit_trainer import (
     share_parameters,
 )
 from refit_trainer.layouts import layout_of
+from refit_trainer.sharing import shared_module
+from refit_trainer.steps import Steps
 from tests.trainer.peer import Asked, Peer, endpoint_in, running
 from tests.trainer.test_connection import STATUS, in_background
 
@@ -265,13 +267,32 @@ class Interrupted(BaseException):
     """A KeyboardInterrupt would end the tests."""
 
 
-def test_an_interrupt_just_after_the_role_came_leaves_it(peer: Peer) -> None:
+@pytest.fixture
+def leading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the first rank of a group; a real one's threads would get the signals of this process."""
+    monkeypatch.setattr("refit_trainer.ranks.dist.is_initialized", lambda: True)
+    monkeypatch.setattr("refit_trainer.ranks.dist.get_rank", lambda: 0)
+    monkeypatch.setattr("refit_trainer.ranks._told", lambda terms, _device: terms)
+
+
+def of_ranks(daemon: AsyncDaemon) -> Steps[RefitReport]:
+    shared = shared_module(share_parameters(torch.nn.Linear(2, 2)))
+    assert shared is not None
+    return daemon._ranked().refit(shared, {})
+
+
+@pytest.mark.parametrize(
+    "begin", [lambda daemon: daemon.refit_steps(TENSORS, None, {}), of_ranks], ids=["one", "ranks"]
+)
+def test_an_interrupt_just_after_the_role_came_leaves_it(
+    peer: Peer, leading: None, begin: Callable[[AsyncDaemon], Steps[RefitReport]]
+) -> None:
     """As Ctrl-C on another thread does, between the role and the refit: the next refit does not wait for ever."""
     peer.answer = lambda asked: asked.reply(WriterAcquired(epoch=7))
 
     async def scene() -> None:
         async with AsyncDaemon.connect(peer.endpoint) as daemon:
-            steps = daemon.refit_steps(TENSORS, None, {})
+            steps = begin(daemon)
             await next(steps)
             await steps.throw(Interrupted())
             with pytest.raises(Interrupted):

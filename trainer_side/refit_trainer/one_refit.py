@@ -24,6 +24,11 @@ class OneRefit:
         self._unanswered = False
 
     @property
+    def epoch(self) -> int:
+        """What the commands carry, once entered."""
+        return self._epoch
+
+    @property
     def is_under_way(self) -> bool:
         """Begun, or perhaps begun, and neither committed nor refused."""
         return self._number is not None or self._unanswered

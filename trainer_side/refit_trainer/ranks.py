@@ -27,7 +27,8 @@ from refit_protocol.messages import (
 )
 from refit_trainer.connection import Connection
 from refit_trainer.errors import DaemonRestarted, DaemonUnreachable, NotShareable, RefitdError
-from refit_trainer.refits import RefitOptions, split_options
+from refit_trainer.one_refit import OneRefit
+from refit_trainer.refits import CommitOptions, RefitOptions, split_options
 from refit_trainer.steps import Steps
 from refit_trainer.writer import WriterRole
 
@@ -97,7 +98,22 @@ class RankedRefits:
         only, options, timeout_seconds = split_options(given)
         if not dist.is_initialized():
             raise NotShareable("the module is sharded: call refit() from every rank, inside torch.distributed")
-        terms = yield from self._agree(shared, timeout_seconds)
+        turn = OneRefit(self._connection, self._role, timeout_seconds)
+        try:
+            terms = yield from self._agree(turn, shared)
+            return (yield from self._commit(shared, terms, only, options, timeout_seconds))
+        finally:
+            yield turn.leave()
+
+    def _commit(
+        self,
+        shared: SharedModule,
+        terms: _Terms,
+        only: list[str] | None,
+        options: CommitOptions,
+        timeout_seconds: float,
+    ) -> Steps[RefitReport]:
+        """Opened together, where that is not done yet, and then committed together."""
         try:
             if (yield from self._agreed_standing(shared, terms)) is not _Standing.OPEN:
                 yield from self._open(shared, terms, timeout_seconds)
@@ -112,11 +128,8 @@ class RankedRefits:
             self._doubtful = not isinstance(error, RefitdError) or error.code not in _STILL_OPEN
             yield self._role.end_unanswered(error, timeout_seconds=timeout_seconds)
             raise
-        finally:
-            if dist.get_rank() == LEADER:
-                yield self._role.leave()
 
-    def _agree(self, shared: SharedModule, timeout_seconds: float) -> Steps[_Terms]:
+    def _agree(self, turn: OneRefit, shared: SharedModule) -> Steps[_Terms]:
         """The leader takes the role and tells the others; they also learn when it could not."""
         if dist.get_rank() != LEADER:
             terms = _told(None, shared.device)
@@ -127,16 +140,12 @@ class RankedRefits:
                 raise RefitdError("rank 0 could not acquire the writer's role: see its error", retryable=True)
             return terms
         try:
-            epoch: int = yield self._role.enter(timeout_seconds)
+            yield turn.enter()
         except BaseException as error:
             reason = _RESTARTED if isinstance(error, DaemonRestarted) else _NO_EPOCH
             _told(_Terms(reason, (0, 0)), shared.device)
             raise
-        try:
-            return _told(_Terms(epoch, (secrets.randbits(63), secrets.randbits(63))), shared.device)
-        except BaseException:
-            yield self._role.leave()
-            raise
+        return _told(_Terms(turn.epoch, (secrets.randbits(63), secrets.randbits(63))), shared.device)
 
     def _agreed_standing(self, shared: SharedModule, terms: _Terms) -> Steps[_Standing]:
         """OPEN or NOT_OPEN, alike on every rank. Raises on every rank where one could not open its part: the others
