@@ -7,9 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from refit_protocol.messages import AcquireWriter, ReleaseWriter, WriterAcquired, WriterReleased
+from refit_protocol.messages import (
+    AbortRefit,
+    AcquireWriter,
+    BeginRefit,
+    RefitAborted,
+    RefitBegan,
+    ReleaseWriter,
+    WriterAcquired,
+    WriterReleased,
+)
+from refit_protocol.states import EngineState
 from refitd.sessions import SessionState
 from tests.scripted_app import loaded_app
+
+# Of the loop: more than anything takes that waits for nothing.
+TURNS = 50
 
 
 def test_letting_go_is_done_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,5 +65,35 @@ def test_a_takeover_ends_the_writer_of_that_moment(tmp_path: Path, monkeypatch: 
             assert (await acquiring).epoch > epoch
             assert scripted.app.refit.writer.session is last
             assert scripted.app.refit.sources == 0
+
+    asyncio.run(run())
+
+
+def test_a_takeover_waits_for_the_end_of_what_is_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group's last broadcasts take long to end: the next writer comes when the gate is open again."""
+
+    async def run() -> None:
+        async with loaded_app(tmp_path, monkeypatch) as scripted:
+            session, epoch = await scripted.writer()
+            source = await scripted.open(session, epoch, "bucket")
+            began = await scripted.ask(session, BeginRefit(epoch=epoch, source=source), RefitBegan)
+            refits = scripted.app.refit
+            assert refits._bucket_refit is not None
+            refits._bucket_refit.reception = "under way"
+            closing = scripted.llm.hold("refitd_close_source")
+            aborting = asyncio.create_task(
+                scripted.ask(session, AbortRefit(epoch=epoch, refit=began.refit), RefitAborted)
+            )
+            await closing.begun.wait()
+            last = scripted.session()
+            acquiring = asyncio.create_task(scripted.ask(last, AcquireWriter(takeover=True), WriterAcquired))
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+            assert not acquiring.done()
+            scripted.llm.release()
+            acquired = await acquiring
+            assert scripted.app.gate.state is EngineState.READY
+            await scripted.open(last, acquired.epoch)
+            await aborting
 
     asyncio.run(run())

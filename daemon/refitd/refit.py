@@ -78,6 +78,7 @@ class Refit:
         self.writer = Writer(epoch)
         self._ids = itertools.count(1)
         self._bucket_refit: BucketRefit | None = None
+        self._ending: BucketRefit | None = None
         self._running: set[asyncio.Task[Any]] = set()
         self._windows: dict[asyncio.Task[Any], tuple[Session, Ticket]] = {}
         self._sources = Sources(config, engine, commit, self.writer, self._ids, self._run)
@@ -439,13 +440,17 @@ class Refit:
         """Leaves the window exactly once, with the error that ended it."""
         if self._bucket_refit is not refit:
             return
-        self._bucket_refit = None
+        self._bucket_refit, self._ending = None, refit
         refit.unwatch()
-        if error is not None and refit.reception == "under way":
-            await self._end_reception(refit)
-        assert refit.window is not None
-        swallowed = await refit.window.__aexit__(type(error) if error else None, error, None)
-        assert not swallowed
+        try:
+            if error is not None and refit.reception == "under way":
+                await self._end_reception(refit)
+            assert refit.window is not None
+            swallowed = await refit.window.__aexit__(type(error) if error else None, error, None)
+            assert not swallowed
+        finally:
+            self._ending = None
+            refit.ended.set()
 
     async def _end_reception(self, refit: BucketRefit) -> None:
         """Before the window is left: the next broadcast may be arriving in the very parameters that are put back."""
@@ -523,6 +528,9 @@ class Refit:
         refit = self._bucket_refit
         if refit is not None and refit.session is session:
             await self._abort(refit, why)
+        if self._ending is not None and self._ending.session is session:
+            # Else the next writer would find the gate still shut.
+            await self._ending.ended.wait()
         await self._sources.close_all_of(session)
         self.writer.release(session)
 

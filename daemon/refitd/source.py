@@ -65,7 +65,8 @@ class BucketRefit:
 
     `order` keeps pipelined buckets in the order they came in, `applying` are those that the workers have not answered
     yet. `held` is what the workers said when everything had been written and only publishing was left. What ends a
-    refit while its `reception` of broadcasts is under way leaves their group out of step.
+    refit while its `reception` of broadcasts is under way leaves their group out of step. Once it has `ended`, which can
+    take long, its window has been left.
     """
 
     id: int
@@ -78,6 +79,7 @@ class BucketRefit:
     window: AbstractAsyncContextManager[None] | None = None
     held: list[dict[str, Any]] | None = None
     reception: Literal["awaited", "under way", "complete"] = "awaited"
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
     _deadline: asyncio.Task[Any] | None = None
 
     @classmethod
