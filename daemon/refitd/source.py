@@ -65,8 +65,8 @@ class BucketRefit:
 
     `order` keeps pipelined buckets in the order they came in, `applying` are those that the workers have not answered
     yet. `held` is what the workers said when everything had been written and only publishing was left. What ends a
-    refit while its `reception` of broadcasts is under way leaves their group out of step. Once it has `ended`, which can
-    take long, its window has been left.
+    refit while its `reception` of broadcasts is under way leaves their group out of step. Once it has `ended`, and that
+    can take long, its window has been left.
     """
 
     id: int
