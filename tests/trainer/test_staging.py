@@ -51,7 +51,9 @@ from refit_trainer import (
     Fleet,
     LayoutMismatch,
     RefitdError,
+    one_refit,
     share_parameters,
+    writer,
 )
 from refit_trainer.layouts import layout_of
 from refit_trainer.sharing import shared_module
@@ -390,6 +392,34 @@ def test_connection_that_breaks_before_the_answer_ends_the_refit(peer: Peer, cli
     peer.next(ReleaseWriter).reply(WriterReleased())
     thread.join()
     assert isinstance(outcome[0], DaemonUnreachable)
+
+
+@pytest.mark.timeout(60)
+def test_a_daemon_that_is_gone_ends_a_refit_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where that was noticed before the next bucket: nobody waits for it as long as a refit may take."""
+    monkeypatch.setattr(one_refit, "RECONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(writer, "RECONNECT_SECONDS", 0.2)
+    answered = threading.Event()
+    with running(Peer(endpoint_in(tmp_path))) as peer:
+        with Daemon.connect(peer.endpoint, bucket_bytes=128, timeout_seconds=1.0) as client:
+
+            def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+                yield from list(TENSORS.items())[:3]
+                answered.wait()
+                peer.stop()
+                with pytest.raises(DaemonUnreachable):
+                    client.status()
+                yield from list(TENSORS.items())[3:]
+
+            specs = [*layout_of(TENSORS.items()).values()]
+            thread, outcome = in_background(client.refit, tensors(), specs)
+            grant(peer)
+            begin(peer)
+            applied(peer.next(ApplyBucket))
+            answered.set()
+            thread.join()
+            assert isinstance(outcome[0], DaemonUnreachable)
+        peer.start()
 
 
 def test_tensors_are_announced_anew_after_a_begin_that_failed(peer: Peer, client: Daemon) -> None:

@@ -52,11 +52,7 @@ class BroadcastRefit(OneRefit):
             began = await self._connection.request(command, RefitBegan, timeout_seconds=self._timeout_seconds)
         self._number = began.refit
         self._receiving = asyncio.create_task(
-            self._connection.request(
-                ReceiveBroadcast(epoch=self._epoch, refit=began.refit),
-                BroadcastReceived,
-                timeout_seconds=self._timeout_seconds,
-            )
+            self._go_on(ReceiveBroadcast(epoch=self._epoch, refit=began.refit), BroadcastReceived)
         )
 
     async def pause(self, seconds: float) -> None:
@@ -72,8 +68,7 @@ class BroadcastRefit(OneRefit):
         assert self._receiving is not None, "begin() comes first"
         assert self._number is not None, "begin() comes first"
         await self._receiving
-        command = FinishRefit(epoch=self._epoch, refit=self._number)
-        committed = await self._connection.request(command, RefitCommitted, timeout_seconds=self._timeout_seconds)
+        committed = await self._go_on(FinishRefit(epoch=self._epoch, refit=self._number), RefitCommitted)
         self._number = None
         return committed.report
 

@@ -127,12 +127,19 @@ class Connection:
         self._context.term()
 
     async def request(
-        self, command: Request, expected: type[_Fact], *, timeout_seconds: float, blobs: Sequence[Frame] = ()
+        self,
+        command: Request,
+        expected: type[_Fact],
+        *,
+        timeout_seconds: float,
+        reconnect_seconds: float | None = None,
+        blobs: Sequence[Frame] = (),
     ) -> _Fact:
-        """The one reply to `command`; waits for a lost connection to come back, at most `timeout_seconds`."""
+        """The one reply to `command`; waits for a lost connection to come back, at most `reconnect_seconds` where they
+        are given, and `timeout_seconds` in all."""
         try:
             async with asyncio.timeout(timeout_seconds):
-                link = await self._ready_link(command)
+                link = await self._ready_link(command, reconnect_seconds)
                 return await self._ask(link, command, expected, blobs)
         except TimeoutError:
             raise self._timed_out(command, timeout_seconds) from None
@@ -347,11 +354,11 @@ class Connection:
 
     # --- requests ---
 
-    async def _ready_link(self, command: Request) -> Link:
+    async def _ready_link(self, command: Request, reconnect_seconds: float | None = None) -> Link:
         if os.getpid() != self._pid:
             raise UsedAfterFork(f"this client belongs to process {self._pid}: connect anew in the child")
         self._check_end()
-        await self._until_up()
+        await self._until_up(reconnect_seconds)
         self._check_end()
         if self._untold_restart is not None and not isinstance(command, GetStatus):
             restarted, self._untold_restart = self._untold_restart, None
@@ -363,10 +370,11 @@ class Connection:
         if self._end is not None:
             raise self._end
 
-    async def _until_up(self) -> None:
+    async def _until_up(self, reconnect_seconds: float | None) -> None:
         if self._up.is_set():
             return
-        patience_seconds = self._options.patience_seconds
+        limits = [limit for limit in (self._options.patience_seconds, reconnect_seconds) if limit is not None]
+        patience_seconds = min(limits, default=None)
         try:
             async with asyncio.timeout(patience_seconds):
                 await self._up.wait()

@@ -115,9 +115,7 @@ class DaemonRefit(OneRefit):
     async def apply(self, filled: FilledBucket) -> None:
         """Returns when the bucket that is packed next has been read."""
         command = ApplyBucket(epoch=self._epoch, refit=self._under_way, bucket=filled.bucket, pieces=filled.pieces)
-        self._reading[filled.bucket] = asyncio.create_task(
-            self._connection.request(command, BucketApplied, timeout_seconds=self._timeout_seconds)
-        )
+        self._reading[filled.bucket] = asyncio.create_task(self._go_on(command, BucketApplied))
         following = self._reading.pop((filled.bucket + 1) % self._buckets, None)
         if following is not None:
             await following
@@ -126,14 +124,13 @@ class DaemonRefit(OneRefit):
         """The last bucket has been sent: all but published."""
         await self._all_read()
         command = FinishRefit(epoch=self._epoch, refit=self._under_way, hold=True)
-        return await self._connection.request(command, RefitHeld, timeout_seconds=self._timeout_seconds)
+        return await self._go_on(command, RefitHeld)
 
     # --- the end of a refit that has a number ---
 
     async def finish(self) -> RefitReport:
         await self._all_read()
-        command = FinishRefit(epoch=self._epoch, refit=self._under_way)
-        committed = await self._connection.request(command, RefitCommitted, timeout_seconds=self._timeout_seconds)
+        committed = await self._go_on(FinishRefit(epoch=self._epoch, refit=self._under_way), RefitCommitted)
         self._number = None
         return committed.report
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TypeVar
 
-from refit_protocol.messages import AbortRefit, RefitAborted
+from refit_protocol.messages import AbortRefit, Fact, RefitAborted, Request
 from refit_trainer.connection import Connection
 from refit_trainer.errors import RefitdError
-from refit_trainer.writer import WriterRole, is_answer, patience, unless_restarted
+from refit_trainer.writer import RECONNECT_SECONDS, WriterRole, is_answer, patience, unless_restarted
+
+_Fact = TypeVar("_Fact", bound=Fact)
 
 
 class OneRefit:
@@ -64,6 +67,13 @@ class OneRefit:
             await self.abort(error)
         finally:
             await self.leave()
+
+    async def _go_on(self, command: Request, expected: type[_Fact]) -> _Fact:
+        """A command in the middle: a broken connection is soon back, and a daemon that is gone for longer has ended the
+        refit by itself."""
+        return await self._connection.request(
+            command, expected, timeout_seconds=self._timeout_seconds, reconnect_seconds=RECONNECT_SECONDS
+        )
 
     def _abort_seconds(self, error: BaseException) -> float:
         return patience(error, self._timeout_seconds)
