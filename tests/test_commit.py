@@ -66,3 +66,25 @@ def test_what_waits_for_requests_ends_with_the_writers_role(
             assert not {"refitd_commit", "refitd_begin"} & {*scripted.llm.calls}
 
     asyncio.run(run())
+
+
+def test_weights_that_cannot_be_kept_are_committed_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer hears what is served; that nothing can be put back is in the status."""
+
+    async def run() -> None:
+        async with loaded_app(tmp_path, monkeypatch, refit={"keep_last": "host"}) as scripted:
+            session, epoch = await scripted.writer()
+            source = await scripted.open(session, epoch)
+            scripted.llm.failures["refitd_keep_last"] = worker_refusal(ErrorCode.INTERNAL)
+            command = CommitRefit(epoch=epoch, source=source)
+            committed = await scripted.ask(session, command, RefitCommitted)
+            gate, commit = scripted.app.gate, scripted.app.commit
+            assert (committed.report.version, gate.version, gate.state) == (1, 1, EngineState.READY)
+            assert commit.restorable_version is None
+            del scripted.llm.failures["refitd_keep_last"]
+            await scripted.ask(session, command, RefitCommitted)
+            assert commit.restorable_version == 2
+
+    asyncio.run(run())

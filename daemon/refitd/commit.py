@@ -247,7 +247,7 @@ class Commit:
                 self._engine.thaw_soon(self._config.deadline_seconds)
         self._gate.sleep = sleep_after
         self._gate.refit_ended(EngineEvent.REFIT_COMMITTED)
-        await self._keep_last()
+        await self._keep_committed()
 
     async def publish(self, ticket: Ticket, answers: Sequence[dict[str, Any]]) -> RefitReport:
         """All workers hold the new bytes: the version becomes the one served."""
@@ -378,6 +378,13 @@ class Commit:
             self._gate.failed(error)
             self.on_failed(error)
             error.details.setdefault("state", self._gate.state.value)
+
+    async def _keep_committed(self) -> None:
+        """Whatever comes of it, the refit has been committed, and its trainer is told so."""
+        try:
+            await self._keep_last()
+        except ProtocolError as error:
+            log.warning("what was committed is not kept", version=self._gate.version, reason=error.message)
 
     async def _keep_last(self) -> None:
         """Asks the workers to copy what is served to host memory, in the background."""
