@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from transformers import PreTrainedModel
 
@@ -19,7 +20,8 @@ from refit_protocol.messages import (
 from refit_trainer import Daemon
 from tests.canary import unharmed
 from tests.conftest import load_seed
-from tests.daemon_process import DaemonProcess
+from tests.daemon_process import DaemonProcess, standing_still
+from tests.parallel.engines import wait_until_refitting
 from tests.protocol.vectors import frames_of, read_vectors
 from tests.server.raw_client import raw_client, take_tokens
 
@@ -43,14 +45,18 @@ def test_stream_goes_on_after_a_reconnect_with_a_refit_in_between(
     daemon: Daemon, daemon_process: DaemonProcess, model: PreTrainedModel
 ) -> None:
     """Nothing is missing or doubled behind the cursor, and every token says which weights made it."""
-    before = daemon.status().version
+    # With its source open, the next refit needs nothing of the engine before it shuts the gate.
+    before = daemon.refit(model).version
+    load_seed(model, 21)
     with raw_client(daemon_process.endpoint) as lost:
         token = lost.hello().session
         stream = lost.generate(LONG)
         while not isinstance(lost.receive()[0].body, TokensGenerated):
             pass
-    load_seed(model, 21)
-    report = daemon.refit(model, policy="keep")
+    with ThreadPoolExecutor(1) as pool, standing_still(*daemon_process.engine_pids()):
+        refit = pool.submit(daemon.refit, model, policy="keep")
+        wait_until_refitting(daemon, refit)
+    report = refit.result()
     with raw_client(daemon_process.endpoint) as client:
         client.last = stream
         assert client.hello(resume=token).resumed
