@@ -74,6 +74,7 @@ from refitd.sessions import Sessions
 
 LOAD_EXTENSION_SECONDS = 3600.0
 LAST_REPLIES_SECONDS = 2.0
+LAST_LOOK_SECONDS = 0.25
 STATUS_AFTER_SECONDS = 0.002
 # There is no engine yet, or none any more.
 NO_ENGINE = frozenset({EngineState.UNLOADED, EngineState.LOADING, EngineState.DEAD})
@@ -450,6 +451,8 @@ class App:
         self.adapters.close()
         orphans.forget(self._config.runtime_directory)
         shared_memory.clear(self._config.runtime_directory)
+        # A client's libzmq forgets what it has not read by the time its peer is gone.
+        await asyncio.sleep(LAST_LOOK_SECONDS)
         self.server.close()
         log.info("stopped")
 
