@@ -33,7 +33,7 @@ from refitd.engine import Engine, EngineInfo
 from refitd.metrics import RefitdMetrics
 from refitd.notify import Notifier
 from refitd.sessions import Answer, Call, Session, SessionState
-from tests.server.small_daemon import MODEL
+from tests.server.small_daemon import INFO
 
 DIGEST = {"digest": "0", "digest_parts": {}}
 WRITTEN = {
@@ -147,18 +147,7 @@ class ScriptedEngine(Engine):
     async def load(self) -> EngineInfo:
         self._llm = self.script  # type: ignore[assignment]
         self.script.on_nan = lambda: self.on_nan()
-        self.info = EngineInfo(
-            model=MODEL,
-            manifest=[],
-            devices=["cpu"],
-            vllm_version="0",
-            logprobs_mode="raw",
-            load_seconds=0.0,
-            max_logprobs=20,
-            has_tokenizer=False,
-            priorities=True,
-            routed_experts=False,
-        )
+        self.info = INFO
         return self.info
 
 

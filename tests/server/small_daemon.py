@@ -52,6 +52,18 @@ _Result = TypeVar("_Result")
 
 EPOCH = 1000
 MODEL = ModelInfo(name="scripted", vocab_size=512, max_model_len=4096, dtype="float32", eos_token_ids=[2])
+INFO = EngineInfo(
+    model=MODEL,
+    manifest=[],
+    devices=["cpu"],
+    vllm_version="0",
+    logprobs_mode="raw",
+    load_seconds=0.0,
+    max_logprobs=20,
+    has_tokenizer=False,
+    priorities=True,
+    routed_experts=False,
+)
 
 
 @dataclass
@@ -79,20 +91,7 @@ class ScriptedEngine:
 
     running: dict[str, tuple[int, int]] = field(default_factory=dict)
     on_step: Callable[[list[Step]], None] = lambda _steps: None
-    info: EngineInfo = field(
-        default_factory=lambda: EngineInfo(
-            model=MODEL,
-            manifest=[],
-            devices=["cpu"],
-            vllm_version="0",
-            logprobs_mode="raw",
-            load_seconds=0.0,
-            max_logprobs=20,
-            has_tokenizer=False,
-            priorities=True,
-            routed_experts=False,
-        )
-    )
+    info: EngineInfo = INFO
 
     def tokenize(self, text: str) -> list[int]:
         return [len(text)]
