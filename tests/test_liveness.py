@@ -76,6 +76,17 @@ def test_an_engine_that_is_asked_nothing_is_dead_when_it_does_not_answer(
     asyncio.run(run())
 
 
+def test_an_engine_that_answers_with_a_failure_is_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it is asked cannot fail in one that works, whatever vLLM raises for it."""
+
+    async def run() -> None:
+        async with running_app(tmp_path, monkeypatch, engine=WATCHED) as (scripted, ended):
+            scripted.llm.failures["is_sleeping"] = RuntimeError("no such call")
+            assert await ended is ExitCode.ENGINE_DIED
+
+    asyncio.run(run())
+
+
 def test_a_call_that_is_out_ends_the_engine_at_its_own_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,7 @@ class ExitCode(IntEnum):
     """What the process ends with, for its supervisor."""
 
     OK = 0
+    INTERNAL = 1
     CONFIGURATION = 2
     STARTUP = 3
     ENGINE_DIED = 4
@@ -174,6 +175,7 @@ class App:
         self._status_due: asyncio.TimerHandle | None = None
         self._stop_now = asyncio.Event()
         self._death: BaseException | None = None
+        self._bug: BaseException | None = None
         self._load_failure: Exception | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self.gate = Gate(config.refit.gate_wait_seconds, config.refit.max_waiting_requests)
@@ -195,10 +197,10 @@ class App:
         self._catch_signals()
         self.server.bind(self._config.endpoint)
         self._lock.admit_group()
-        self._spawn(self.sessions.expire(), "lease-expiry")
-        self._spawn(self._watch_liveness(), "liveness")
+        self._tend(self._spawn(self.sessions.expire(), "lease-expiry"))
+        self._tend(self._spawn(self._watch_liveness(), "liveness"))
         if self.http is not None:
-            await self.http.start()
+            self._tend(await self.http.start())
             self.lifecycle.http_url = self.http.base_url
         log.info("listening", endpoint=self._config.endpoint, pid=os.getpid())
         try:
@@ -214,7 +216,13 @@ class App:
             return ExitCode.STARTUP
         finally:
             await self._end()
-        return ExitCode.OK if self._death is None else ExitCode.ENGINE_DIED
+        return self._exit_code
+
+    @property
+    def _exit_code(self) -> ExitCode:
+        if self._death is not None:
+            return ExitCode.ENGINE_DIED
+        return ExitCode.OK if self._bug is None else ExitCode.INTERNAL
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
@@ -324,7 +332,7 @@ class App:
         self._notifier.stopping()
         temporary.clear(self._config.runtime_directory)
         self._lock.release()
-        os._exit(ExitCode.OK if self._death is None else ExitCode.ENGINE_DIED)
+        os._exit(self._exit_code)
 
     async def _serve_until_stopped(self) -> None:
         self._notifier.ready(self._status_text())
@@ -356,6 +364,9 @@ class App:
         except TimeoutError:
             self.metrics.engine_missed_answer()
             return self._is_trusted()
+        except ProtocolError:
+            # The engine has said so itself, or it is no more.
+            return True
         self.metrics.engine_answered(time.monotonic() - asked)
         return True
 
@@ -369,7 +380,7 @@ class App:
         log.error("the engine died", reason=str(error) or type(error).__name__)
         self.engine.end_calls()
         self.gate.step(EngineEvent.DIED)
-        self._spawn(self._abort_requests(ErrorCode.ENGINE_DEAD), "abort-after-death")
+        self._tend(self._spawn(self._abort_requests(ErrorCode.ENGINE_DEAD), "abort-after-death"))
         if self._stop.is_set():
             self._stop_now.set()
         else:
@@ -469,6 +480,17 @@ class App:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    def _tend(self, task: asyncio.Task[Any]) -> None:
+        """For tasks that nobody waits for: without one that fails the daemon would live on as half a daemon."""
+        task.add_done_callback(self._see_end)
+
+    def _see_end(self, task: asyncio.Task[Any]) -> None:
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        log.error("bug in the daemon, which stops", task=task.get_name(), exc_info=error)
+        self._bug = error
+        self._stop.set()
 
     # --- what the operator sees ---------------------------------------------------------------------------------------
 

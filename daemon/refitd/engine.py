@@ -303,9 +303,19 @@ class Engine:
                 waiting.reschedule(0)
 
     async def ping(self, timeout_seconds: float) -> None:
-        """An RPC that must come back: `check_health` does not see a dead input thread. Raises TimeoutError."""
-        async with asyncio.timeout(timeout_seconds):
-            await self.llm.is_sleeping()
+        """An RPC that must come back: `check_health` does not see a dead input thread.
+
+        Raises TimeoutError; `engine_dead` where it fails, which `on_death` is told first.
+        """
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self.llm.is_sleeping()
+        except (TimeoutError, ProtocolError):
+            raise
+        # It asks for nothing that could fail: vLLM hands on what ended its core, whatever that was.
+        except Exception as error:
+            self.on_death(error)
+            raise ProtocolError(ErrorCode.ENGINE_DEAD, f"the engine does not answer: {error}") from error
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

@@ -120,11 +120,12 @@ class HttpServer:
     def base_url(self) -> str:
         return base_url(self._socket)
 
-    async def start(self) -> None:
-        """Answers from now on, if only that the model is still loading."""
+    async def start(self) -> asyncio.Task[None]:
+        """Answers from now on, if only that the model is still loading; returns what runs until `stop`."""
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="http")
         await self._server.is_up.wait()
         log.info("http", url=self.base_url)
+        return self._task
 
     async def serve_model(self, engine: Engine, info: EngineInfo, adapters: AdapterUses) -> None:
         """The model is loaded: vLLM's app answers. Raises `StartupError` for a parser or template that vLLM refuses."""
