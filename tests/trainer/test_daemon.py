@@ -321,6 +321,18 @@ def test_cancelled_refit_opens_the_gate_again(
 # --- without this library ---
 
 
+def test_what_is_cancelled_before_its_first_token_was_asked_for_has_an_end_too(daemon_process: DaemonProcess) -> None:
+    """One for every output, as if it had been cancelled a moment later."""
+
+    async def scenario() -> list[str | None]:
+        async with AsyncDaemon.connect(daemon_process.endpoint) as trainer:
+            samples = trainer.generate([PROMPT, PROMPT], Sampling(max_tokens=200, ignore_eos=True))
+            await samples.cancel()
+            return [sample.finish_reason async for sample in samples]
+
+    assert asyncio.run(scenario()) == ["cancelled", "cancelled"]
+
+
 def test_plain_req_socket_is_enough(daemon_process: DaemonProcess) -> None:
     """Hello, status and a unary generation in ten lines of plain ZeroMQ."""
     context = zmq.Context()

@@ -5,24 +5,39 @@ import gc
 
 import pytest
 
-from refit_protocol.messages import GenerationStarted, ResolvedSampling
+from refit_protocol.messages import GenerationFinished, GenerationStarted, ResolvedSampling
 from refit_trainer.inbox import Mailbox
 from refit_trainer.replies import AsyncReplies, TaskMailbox
 from refit_trainer.stream import Delta
 
 RESOLVED = ResolvedSampling(max_tokens=[1], clamped=[False], stop_token_ids=[], logprobs_mode="processed_logprobs")
 STARTED = GenerationStarted(resolved=RESOLVED, prompt_lengths=[1])
+FINISHED = GenerationFinished(
+    deltas=[],
+    outputs=1,
+    prompt_tokens=1,
+    generated_tokens=0,
+    resolved=RESOLVED,
+    first_token_milliseconds=0.0,
+    total_milliseconds=0.0,
+)
 
 
 class Abandoned:
-    """Remembers what nobody reads any more."""
+    """Remembers what nobody reads any more, and what was cancelled; that has then ended."""
 
     def __init__(self) -> None:
         self.requests: list[int] = []
+        self.cancelled: list[int | None] = []
+        self.mailbox: Mailbox | None = None
         self.one_more = asyncio.Event()
 
     async def cancel(self, request: int | None, *, timeout_seconds: float) -> list[int]:
-        raise AssertionError(f"{request} cancelled, within {timeout_seconds} s")
+        assert timeout_seconds > 0
+        self.cancelled.append(request)
+        assert self.mailbox is not None
+        self.mailbox.put(FINISHED)
+        return []
 
     def abandon(self, request: int) -> None:
         self.requests.append(request)
@@ -106,5 +121,31 @@ def test_an_iterator_leaves_no_timer_behind(dropped: bool) -> None:
         gc.collect()
         await abandoned.one_more.wait()
         assert (timers(), abandoned.requests) == (0, [7])
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("sending", [False, True])
+def test_what_was_cancelled_before_it_was_sent_is_cancelled_once_it_is(sending: bool) -> None:
+    """Whether its iteration has not begun yet, or its request is on its way: the iteration comes to an end."""
+
+    async def scenario() -> None:
+        generations = Abandoned()
+        may_send = asyncio.Event()
+
+        async def start(mailbox: Mailbox) -> int:
+            generations.mailbox = mailbox
+            await may_send.wait()
+            return 7
+
+        replies: AsyncReplies[Delta] = AsyncReplies(generations, start, lambda delta: delta, 60.0)
+        reading = asyncio.ensure_future(anext(replies)) if sending else None
+        await asyncio.sleep(0)
+        await replies.cancel()
+        assert generations.cancelled == []
+        may_send.set()
+        with pytest.raises(StopAsyncIteration):
+            await (reading or anext(replies))
+        assert (generations.cancelled, replies.finished) == ([7], FINISHED)
 
     asyncio.run(scenario())

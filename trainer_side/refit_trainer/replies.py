@@ -169,14 +169,14 @@ class AsyncReplies(_Replies[Item]):
         self._start = start
         self._mailbox = TaskMailbox(deadline_seconds + GRACE_SECONDS)
         self._request: int | None = None
+        self._cancelled = False
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Item:
         if self._request is None and not self._collected.ended:
-            self._request = await self._start(self._mailbox)
-            self._abandon = self._abandoner(self._request)
+            await self._begin()
         while not self._collected.ready:
             if self._collected.ended:
                 self._mailbox.close()
@@ -188,9 +188,19 @@ class AsyncReplies(_Replies[Item]):
         return self._collected.ready.popleft()
 
     async def cancel(self) -> None:
-        """Ends the outputs that are not finished with `cancelled`; the iteration goes on to its end."""
+        """Ends the outputs that are not finished with `cancelled`; the iteration goes on to its end.
+
+        What was not sent yet is sent and cancelled when the iteration begins, so that every output has its end.
+        """
+        self._cancelled = True
         if self._request is not None and not self._collected.ended:
             await self._generations.cancel(self._request, timeout_seconds=GRACE_SECONDS)
+
+    async def _begin(self) -> None:
+        self._request = await self._start(self._mailbox)
+        self._abandon = self._abandoner(self._request)
+        if self._cancelled:
+            await self.cancel()
 
     def _abandoner(self, request: int) -> Callable[[], object]:
         generations, mailbox = self._generations, self._mailbox
