@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
+from structlog.testing import capture_logs
 
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import RefitValidated, ValidateRefit
 from refit_protocol.states import EngineState
 from refitd.app import ExitCode
+from refitd.liveness import work_seconds
 from tests.scripted_app import ScriptedApp, running_app
 
 WATCHED = {"liveness_interval_seconds": 0.01, "liveness_timeout_seconds": 0.05}
+# Long enough for a process to be seen working beside many others.
+PATIENT = {"liveness_interval_seconds": 0.01, "liveness_timeout_seconds": 2.0}
 
 
 @pytest.fixture
@@ -31,6 +40,20 @@ async def signs_of_life(supervisor: socket.socket, count: int) -> None:
     while count:
         message = await asyncio.get_running_loop().sock_recv(supervisor, 4096)
         count -= message == b"WATCHDOG=1"
+
+
+@contextmanager
+def compiling() -> Iterator[subprocess.Popen[bytes]]:
+    """A process of ours that works for as long as it is let: what an engine that compiles has below it."""
+    with subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE
+    ) as child:
+        try:
+            assert child.stdout is not None
+            child.stdout.readline()
+            yield child
+        finally:
+            child.kill()
 
 
 async def validate(scripted: ScriptedApp) -> asyncio.Task[RefitValidated]:
@@ -74,6 +97,78 @@ def test_an_engine_that_is_asked_nothing_is_dead_when_it_does_not_answer(
             assert await ended is ExitCode.ENGINE_DIED
 
     asyncio.run(run())
+
+
+def test_an_engine_that_works_may_be_late_with_its_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, supervisor: socket.socket
+) -> None:
+    """As one that compiles what the first request of a kind needs; the supervisor is told meanwhile that it lives."""
+
+    async def run() -> None:
+        environment = {"NOTIFY_SOCKET": str(tmp_path / "notify")}
+        async with running_app(tmp_path, monkeypatch, environment, engine=PATIENT) as (scripted, ended):
+            pinged = scripted.llm.hold("is_sleeping")
+            with compiling():
+                await pinged.begun.wait()
+                while scripted.app.metrics._engine_missed._value.get() < 2:
+                    signs = asyncio.create_task(signs_of_life(supervisor, 1))
+                    await asyncio.wait({signs, ended}, return_when=asyncio.FIRST_COMPLETED)
+                    assert signs.done()
+                scripted.llm.release()
+                await signs_of_life(supervisor, 2)
+            assert scripted.app.gate.state is EngineState.READY
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_works_and_never_answers_is_dead_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that hangs may keep its processes busy for ever."""
+
+    async def run() -> None:
+        async with running_app(tmp_path, monkeypatch, engine={**PATIENT, "liveness_busy_seconds": 3.0}) as (
+            scripted,
+            ended,
+        ):
+            scripted.llm.hold("is_sleeping")
+            with compiling():
+                assert await ended is ExitCode.ENGINE_DIED
+            assert scripted.app.metrics._engine_missed._value.get() == 2
+
+    with capture_logs() as lines:
+        asyncio.run(run())
+    (reason,) = [line["reason"] for line in lines if line["event"] == "the engine died"]
+    assert "although its processes work" in reason
+
+
+def test_an_engine_with_a_stopped_process_does_not_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busily the others wait for it."""
+
+    async def run() -> None:
+        async with running_app(tmp_path, monkeypatch, engine=PATIENT) as (scripted, ended):
+            with compiling(), compiling() as stopped:
+                stopped.send_signal(signal.SIGSTOP)
+                scripted.llm.hold("is_sleeping")
+                assert await ended is ExitCode.ENGINE_DIED
+            assert scripted.app.metrics._engine_missed._value.get() == 1
+
+    asyncio.run(run())
+
+
+def test_the_work_of_children_that_are_gone_counts() -> None:
+    """A compiler is called again and again, and each call lives for a moment."""
+    code = (
+        "import subprocess, sys\n"
+        "subprocess.run([sys.executable, '-c', 'import time\\nwhile time.process_time() < 1: pass'])\n"
+        "print(flush=True)\n"
+        "sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as compiler:
+        assert compiler.stdout is not None
+        compiler.stdout.readline()
+        assert work_seconds([psutil.Process(compiler.pid)]) >= 1.0
+        compiler.communicate()
 
 
 def test_an_engine_that_answers_with_a_failure_is_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,7 @@ from refitd.gate import Gate
 from refitd.generation import Generation
 from refitd.http import HttpBindError, HttpServer, reserve_socket
 from refitd.lifecycle import Lifecycle
+from refitd.liveness import Liveness
 from refitd.metrics import RefitdMetrics
 from refitd.notify import Notifier, extending
 from refitd.observe import observe
@@ -180,6 +181,7 @@ class App:
         self._tasks: set[asyncio.Task[Any]] = set()
         self.gate = Gate(config.refit.gate_wait_seconds, config.refit.max_waiting_requests)
         self.engine = Engine(config)
+        self.liveness = Liveness(config.engine, self.engine, self._is_trusted)
         self.sessions = Sessions(config.server, epoch, local=socket_path(config.endpoint) is not None)
         self.commit = Commit(config.refit, self.engine, self.gate)
         self.refit = Refit(config, self.engine, self.gate, self.commit, epoch)
@@ -198,7 +200,7 @@ class App:
         self.server.bind(self._config.endpoint)
         self._lock.admit_group()
         self._tend(self._spawn(self.sessions.expire(), "lease-expiry"))
-        self._tend(self._spawn(self._watch_liveness(), "liveness"))
+        self._tend(self._spawn(self.liveness.watch(), "liveness"))
         if self.http is not None:
             self._tend(await self.http.start())
             self.lifecycle.http_url = self.http.base_url
@@ -276,6 +278,10 @@ class App:
         self.commit.abort_requests = self._abort_requests
         self.sessions.on_close = [self.generation.session_closed, self.refit.session_closed]
         self.engine.on_death = self._engine_died
+        self.liveness.on_sign = self._alive
+        self.liveness.on_answer = self.metrics.engine_answered
+        self.liveness.on_missed = self.metrics.engine_missed_answer
+        self.liveness.on_death = self._engine_died
         self.engine.on_nan = self.commit.cleaning.soon
         self.adapters.on_change = self._serve_adapters
         self.lifecycle.on_loaded = [self._model_loaded]
@@ -343,34 +349,12 @@ class App:
         if self._death is None:
             await self._drain()
 
-    async def _watch_liveness(self) -> None:
-        """Feeds the watchdog only while an engine RPC comes back, or one that is out has time left."""
-        settings = self._config.engine
-        while True:
-            if not await self._answers(settings.liveness_timeout_seconds):
-                self._engine_died(TimeoutError(f"no answer in {settings.liveness_timeout_seconds:g} s"))
-                return
-            self._notifier.watchdog()
-            self._say_status()
-            await asyncio.sleep(settings.liveness_interval_seconds)
-
-    async def _answers(self, timeout_seconds: float) -> bool:
-        """An engine that works on a call cannot answer another: it is trusted until that call's own deadline."""
-        if self._is_trusted():
-            return True
-        asked = time.monotonic()
-        try:
-            await self.engine.ping(timeout_seconds)
-        except TimeoutError:
-            self.metrics.engine_missed_answer()
-            return self._is_trusted()
-        except ProtocolError:
-            # The engine has said so itself, or it is no more.
-            return True
-        self.metrics.engine_answered(time.monotonic() - asked)
-        return True
+    def _alive(self) -> None:
+        self._notifier.watchdog()
+        self._say_status()
 
     def _is_trusted(self) -> bool:
+        """An engine that works on a call cannot answer another: it is trusted until that call's own deadline."""
         return self.gate.state in NO_ENGINE or self.engine.is_asked
 
     def _engine_died(self, error: BaseException) -> None:

@@ -35,7 +35,11 @@ class Section(BaseModel):
 
 
 class EngineConfig(Section):
-    """What vLLM is started with. `extra` holds further vLLM engine arguments by their own names."""
+    """What vLLM is started with. `extra` holds further vLLM engine arguments by their own names.
+
+    An engine that does not answer for `liveness_timeout_seconds` is dead unless its processes work; one that works and
+    does not answer for `liveness_busy_seconds` is dead, too.
+    """
 
     dtype: str = "auto"
     load_format: str = "auto"
@@ -57,6 +61,7 @@ class EngineConfig(Section):
     cpu_kv_cache_gib: int = Field(default=4, gt=0)
     liveness_interval_seconds: float = Field(default=2.0, gt=0)
     liveness_timeout_seconds: float = Field(default=20.0, gt=0)
+    liveness_busy_seconds: float = Field(default=300.0, gt=0)
     extra: dict[str, Any] = {}
 
 
