@@ -49,6 +49,10 @@ from refit_trainer.link import CurveKeys, Link, LinkRefusedError
 
 _GOODBYE_SECONDS = 1.0
 _PAUSE_BEFORE_RECONNECT_SECONDS = 0.1
+# Whoever waits for an answer learns within these two times that the daemon hangs, or was stopped. The second is much
+# longer than anything keeps a daemon that works from its clients: models are loaded in a thread.
+_LOOK_SECONDS = 10.0
+_SILENCE_SECONDS = 60.0
 # Acknowledging a moment later lets many short generations share one message.
 _ACKNOWLEDGE_AFTER_SECONDS = 0.02
 
@@ -265,12 +269,26 @@ class Connection:
         self._link = link
         self._up.set()
         self._tell_what_waited()
+        silence_seconds = min(self.welcome.lease_seconds, _SILENCE_SECONDS)
         while True:
-            await asyncio.sleep(self.welcome.heartbeat_seconds)
+            await self._until_heartbeat()
             try:
-                async with asyncio.timeout(self.welcome.lease_seconds):
+                async with asyncio.timeout(silence_seconds):
                     await self._ask(link, Heartbeat(), HeartbeatAcknowledged)
-            except (TimeoutError, SessionLost):
+            except TimeoutError:
+                silent = f"the daemon has been silent for {silence_seconds:g} s, so it hangs or was stopped"
+                self._inbox.fail_answers(DaemonUnreachable(f"{silent}: outcome unknown"))
+                return
+            except SessionLost:
+                return
+
+    async def _until_heartbeat(self) -> None:
+        """Until the lease needs a sign of life, or somebody has waited for the daemon for a while."""
+        loop = asyncio.get_running_loop()
+        due = loop.time() + self.welcome.heartbeat_seconds
+        while (left := due - loop.time()) > 0:
+            await asyncio.sleep(min(left, _LOOK_SECONDS))
+            if self._inbox.is_awaited:
                 return
 
     async def _greet(self, link: Link) -> None:

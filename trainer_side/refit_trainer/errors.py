@@ -42,7 +42,9 @@ class RefitdError(Exception):
 
 
 class DaemonUnreachable(RefitdError):
-    """Nobody answers at the endpoint, or the connection broke while an answer was awaited: its outcome is unknown."""
+    """Nobody answers at the endpoint, or the connection broke, or the daemon fell silent for a minute, while an answer
+    was awaited: its outcome is unknown.
+    """
 
     default_fault = Fault.DAEMON
     default_retryable = True

@@ -121,6 +121,11 @@ class Inbox:
         self.finished: list[int] = []
         self.gaps: set[int] = set()
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether something is still to come from the daemon."""
+        return bool(self._answers or self.generations)
+
     def next_request(self) -> int:
         """The id of a request whose answer nobody waits for."""
         return next(self._ids)
