@@ -14,9 +14,10 @@ from refit_protocol.states import EngineEvent, EngineState
 from refitd.commit import Commit
 from refitd.config import Config, RefitConfig
 from refitd.gate import Gate
+from refitd.open_refit import OpenRefit
 from refitd.refit import Refit
 from refitd.sessions import Session
-from refitd.source import BucketRefit, Source
+from refitd.source import Source
 
 TORN = (EngineEvent.LOAD_STARTED, EngineEvent.LOADED, EngineEvent.REFIT_STARTED, EngineEvent.REFIT_TORN)
 
@@ -82,10 +83,10 @@ def test_broadcasts_are_ended_before_anything_is_put_back() -> None:
         ticket = commit.ticket(
             version=None, policy="keep", attest="sampled", check_finite=False, deadline_seconds=60.0, partial=False
         )
-        refit = BucketRefit(1, session, source, {}, ticket, reception="under way")
-        await refits._open_window(refit)
+        refit = OpenRefit(1, session, source, {}, ticket, reception="under way")
+        await refits._window.enter(refit)
         workers.asked.clear()
-        await refits._abort(refit, "the test says so")
+        await refits._window.abort(refit, "the test says so")
         assert gate.state is EngineState.READY
         return [method for method, *_ in workers.asked]
 

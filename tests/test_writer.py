@@ -77,9 +77,9 @@ def test_a_takeover_waits_for_the_end_of_what_is_ending(tmp_path: Path, monkeypa
             session, epoch = await scripted.writer()
             source = await scripted.open(session, epoch, "bucket")
             began = await scripted.ask(session, BeginRefit(epoch=epoch, source=source), RefitBegan)
-            refits = scripted.app.refit
-            assert refits._bucket_refit is not None
-            refits._bucket_refit.reception = "under way"
+            open_refit = scripted.app.refit._window.refit
+            assert open_refit is not None
+            open_refit.reception = "under way"
             closing = scripted.llm.hold("refitd_close_source")
             aborting = asyncio.create_task(
                 scripted.ask(session, AbortRefit(epoch=epoch, refit=began.refit), RefitAborted)

@@ -230,6 +230,7 @@ class App:
 
     def _build_server(self) -> Server:
         sessions, refit, generation, lifecycle = self.sessions, self.refit, self.generation, self.lifecycle
+        buckets = refit.buckets
         return Server(
             self._config.server,
             sessions,
@@ -254,11 +255,11 @@ class App:
                 ValidateRefit: refit.validate,
                 JoinCollective: refit.join_collective,
                 CommitRefit: refit.commit,
-                BeginRefit: refit.begin,
-                ApplyBucket: refit.apply_bucket,
-                ReceiveBroadcast: refit.receive_broadcast,
-                FinishRefit: refit.finish,
-                AbortRefit: refit.abort,
+                BeginRefit: buckets.begin,
+                ApplyBucket: buckets.apply_bucket,
+                ReceiveBroadcast: buckets.receive_broadcast,
+                FinishRefit: buckets.finish,
+                AbortRefit: buckets.abort,
                 RestoreWeights: refit.restore,
                 ReloadWeights: refit.reload,
                 LoadModel: lifecycle.load_model,

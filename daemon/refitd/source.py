@@ -1,18 +1,14 @@
-"""Trainer memory that has been opened, and a bucket refit in the middle of it."""
+"""Trainer memory that has been opened, or a group that broadcasts."""
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from refit_protocol.errors import ErrorCode, ProtocolError
-from refit_protocol.messages import RefitHeld
-from refit_protocol.tensors import Segment, TensorShape, check_shape, check_unique
-from refitd.commit import Ticket
+from refit_protocol.tensors import Segment, TensorShape
 from refitd.groups import Group
-from refitd.ranks import combine_digests
 from refitd.sessions import Session
 
 COMMANDS = {
@@ -58,66 +54,6 @@ class Source:
             raise ProtocolError(ErrorCode.INVALID_DESCRIPTOR, f"bucket {bucket} of {len(self.segments)}")
         return self.segments[bucket].size_bytes
 
-
-@dataclass(eq=False)
-class BucketRefit:
-    """A window that stays open over several messages: from `BeginRefit`, or a commit with `hold`, to its end.
-
-    `order` keeps pipelined buckets in the order they came in, `applying` are those that the workers have not answered
-    yet. `held` is what the workers said when everything had been written and only publishing was left. What ends a
-    refit while its `reception` of broadcasts is under way leaves their group out of step. Once it has `ended`, and that
-    can take long, its window has been left.
-    """
-
-    id: int
-    session: Session
-    source: Source
-    announced: dict[str, TensorShape]
-    ticket: Ticket
-    order: asyncio.Lock = field(default_factory=asyncio.Lock)
-    applying: set[asyncio.Future[Any]] = field(default_factory=set)
-    window: AbstractAsyncContextManager[None] | None = None
-    held: list[dict[str, Any]] | None = None
-    reception: Literal["awaited", "under way", "complete"] = "awaited"
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    _deadline: asyncio.Task[Any] | None = None
-
-    @classmethod
-    def announce(
-        cls, refit_id: int, session: Session, source: Source, tensors: list[TensorShape], ticket: Ticket
-    ) -> BucketRefit:
-        """Raises `invalid_descriptor` for impossible shapes and duplicate names."""
-        check_unique([tensor.name for tensor in tensors])
-        for tensor in tensors:
-            check_shape(tensor)
-        return cls(refit_id, session, source, {tensor.name: tensor for tensor in tensors}, ticket)
-
-    @classmethod
-    def announce_again(cls, refit_id: int, session: Session, source: Source, ticket: Ticket) -> BucketRefit:
-        """Raises `invalid_descriptor` where there was no refit from this source yet."""
-        if source.announced is None:
-            message = f"nothing was announced from source {source.id} yet: send the tensors"
-            raise ProtocolError(ErrorCode.INVALID_DESCRIPTOR, message)
-        return cls(refit_id, session, source, source.announced, ticket)
-
-    def require_unfinished(self) -> None:
-        """Raises `not_allowed_now` for what would be written after the end."""
-        if self.held is not None:
-            raise ProtocolError(ErrorCode.NOT_ALLOWED_NOW, f"refit {self.id} is held: finish or abort it", state="held")
-
-    def as_held(self) -> RefitHeld:
-        """What its trainer is told when only publishing is left."""
-        assert self.held is not None
-        return RefitHeld(refit=self.id, version=self.ticket.version, digest=combine_digests(self.held))
-
-    def watch(self, deadline: asyncio.Task[Any]) -> None:
-        self._deadline = deadline
-
-    def unwatch(self) -> None:
-        if self._deadline is not None and self._deadline is not asyncio.current_task():
-            self._deadline.cancel()
-        self._deadline = None
-
-
-def unknown_refit(refit_id: int) -> ProtocolError:
-    return ProtocolError(ErrorCode.UNKNOWN_REFIT, f"refit {refit_id} is not under way: it was ended, or never begun")
+    def note_written(self, answers: Iterable[Mapping[str, Any]]) -> None:
+        """What the workers say of a refit that wrote all of it."""
+        self.replayed = all(answer["path"] == "plan" for answer in answers)

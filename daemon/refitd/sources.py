@@ -46,6 +46,11 @@ class Sources:
             raise ProtocolError(ErrorCode.UNKNOWN_SOURCE, f"source {source_id} is not open: send OpenSource")
         return source
 
+    def of_writer(self, session: Session, epoch: int, source_id: int) -> Source:
+        """For the writer alone."""
+        self._writer.check(session, epoch)
+        return self.find(source_id)
+
     def usable(self, session: Session, epoch: int, source_id: int) -> Source:
         """For the writer, and for the ranks that opened the source with it."""
         source = self._sources.get(source_id)

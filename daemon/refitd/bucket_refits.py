@@ -1,0 +1,224 @@
+"""Refits over several messages: all tensors are announced, come in buckets or broadcasts, and are published at the end.
+
+The commands of one such refit, in the order in which they come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import msgspec
+
+from refit_protocol.broadcast import BroadcastLayout
+from refit_protocol.errors import ErrorCode, ProtocolError
+from refit_protocol.messages import (
+    AbortRefit,
+    ApplyBucket,
+    BeginRefit,
+    BroadcastReceived,
+    BucketApplied,
+    FinishRefit,
+    ReceiveBroadcast,
+    RefitAborted,
+    RefitBegan,
+    RefitCommitted,
+    RefitHeld,
+)
+from refit_protocol.tensors import check_pieces
+from refitd.commit import Commit, Ticket
+from refitd.config import Config
+from refitd.engine import Engine
+from refitd.gate import Gate
+from refitd.open_refit import OpenRefit, unknown_refit
+from refitd.open_window import OpenWindow
+from refitd.running import Running
+from refitd.sessions import Answer, Call, Session
+from refitd.source import Source
+from refitd.sources import Sources
+from refitd.terms import ticket_for
+
+
+class BucketRefits:
+    """Keeps nothing between two commands: that is in the window. Belongs to the event loop's thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        gate: Gate,
+        commit: Commit,
+        sources: Sources,
+        window: OpenWindow,
+        running: Running,
+        ids: Iterator[int],
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._gate = gate
+        self._commit = commit
+        self._sources = sources
+        self._window = window
+        self._running = running
+        self._ids = ids
+
+    # --- begun --------------------------------------------------------------------------------------------------------
+
+    async def begin(self, call: Call) -> AsyncIterator[Answer]:
+        """Validates all that was announced, then shuts the gate: nothing is written yet."""
+        assert isinstance(call.body, BeginRefit)
+        body = call.body
+        source = self._sources.of_writer(call.owner, body.epoch, body.source)
+        if source.kind == "inplace":
+            source.require("bucket")
+        ticket = ticket_for(body, self._commit, self._config.refit, partial=body.partial)
+        refit = await self._running.in_window(call.owner, ticket, self._begin(call.owner, source, body, ticket))
+        yield Answer(RefitBegan(refit=refit.id, version=ticket.version))
+
+    async def _begin(self, session: Session, source: Source, body: BeginRefit, ticket: Ticket) -> OpenRefit:
+        if body.again:
+            refit = OpenRefit.announce_again(next(self._ids), session, source, ticket)
+        else:
+            refit = OpenRefit.announce(next(self._ids), session, source, body.tensors, ticket)
+        async with self._window.opened(refit):
+            ticket.check()
+            await self._engine.call_workers(
+                "refitd_begin",
+                source.id,
+                None if body.again else [msgspec.to_builtins(tensor) for tensor in body.tensors],
+                body.partial,
+                self._config.refit.plan,
+                timeout_seconds=self._config.refit.deadline_seconds,
+                direct=source.replayed,
+            )
+            source.announced = refit.announced
+        return refit
+
+    # --- in buckets ---------------------------------------------------------------------------------------------------
+
+    async def apply_bucket(self, call: Call) -> AsyncIterator[Answer]:
+        assert isinstance(call.body, ApplyBucket)
+        body = call.body
+        refit = self._window.under_way(call.owner, body.epoch, body.refit)
+        refit.require_unfinished()
+        refit.source.require("bucket")
+        self._check_pieces(refit, body)
+        # Nothing to write must not count as having written.
+        empty = not any(piece.count for piece in body.pieces)
+        size_bytes = 0 if empty else await self._running.to_its_end(self._apply(refit, body))
+        yield Answer(BucketApplied(refit=refit.id, bucket=body.bucket, size_bytes=size_bytes))
+
+    def _check_pieces(self, refit: OpenRefit, body: ApplyBucket) -> None:
+        limit = self._config.server.max_bucket_pieces
+        if len(body.pieces) > limit:
+            raise ProtocolError(ErrorCode.LIMIT_EXCEEDED, f"{len(body.pieces)} pieces, at most {limit}", limit=limit)
+        check_pieces(body.pieces, refit.announced, refit.source.bucket_bytes(body.bucket))
+
+    async def _apply(self, refit: OpenRefit, body: ApplyBucket) -> int:
+        async with refit.order:
+            self._window.require(refit)
+            # It may have waited behind the end.
+            refit.require_unfinished()
+            applied = self._send(refit, body)
+        async with self._window.ended_by_failure(refit):
+            answers = await applied
+        self._window.require(refit)
+        return sum(int(answer["bytes"]) for answer in answers)
+
+    def _send(self, refit: OpenRefit, body: ApplyBucket) -> asyncio.Task[list[dict[str, Any]]]:
+        """Buckets are sent in their order, and the next one is not kept waiting for the answer."""
+        applied = self._running.run(
+            self._engine.call_workers(
+                "refitd_apply_bucket",
+                body.bucket,
+                [msgspec.to_builtins(piece) for piece in body.pieces],
+                timeout_seconds=self._config.refit.deadline_seconds,
+                writes=True,
+                direct=True,
+            )
+        )
+        refit.applying.add(applied)
+        applied.add_done_callback(refit.applying.discard)
+        return applied
+
+    # --- in broadcasts ------------------------------------------------------------------------------------------------
+
+    async def receive_broadcast(self, call: Call) -> AsyncIterator[Answer]:
+        """Short RPCs: between two of them the refit can be aborted, and the engine shows that it is alive."""
+        assert isinstance(call.body, ReceiveBroadcast)
+        refit = self._window.under_way(call.owner, call.body.epoch, call.body.refit)
+        refit.source.require("collective")
+        self._require_awaited(refit)
+        refit.reception = "under way"
+        size_bytes = await self._running.to_its_end(self._receive(refit))
+        yield Answer(BroadcastReceived(refit=refit.id, size_bytes=size_bytes))
+
+    def _require_awaited(self, refit: OpenRefit) -> None:
+        if refit.reception != "awaited":
+            message = f"the broadcasts of refit {refit.id} are {refit.reception}: they come once"
+            raise ProtocolError(ErrorCode.NOT_ALLOWED_NOW, message, state=self._gate.state.value)
+
+    async def _receive(self, refit: OpenRefit) -> int:
+        while refit.reception != "complete":
+            async with refit.order:
+                self._window.require(refit)
+                refit.require_unfinished()
+                async with self._window.ended_by_failure(refit):
+                    await self._receive_some(refit)
+        return BroadcastLayout(tuple(refit.announced.values()), refit.source.broadcast_bytes).size_bytes
+
+    async def _receive_some(self, refit: OpenRefit) -> None:
+        """The workers' wait ends before ours: else a trainer that is slow would pass for an engine that hangs."""
+        remaining_seconds = refit.ticket.remaining_seconds
+        answers = await self._engine.call_workers(
+            "refitd_receive",
+            remaining_seconds,
+            timeout_seconds=remaining_seconds + self._config.refit.deadline_seconds,
+            writes=True,
+            direct=True,
+        )
+        if all(answer["complete"] for answer in answers):
+            refit.reception = "complete"
+
+    # --- ended --------------------------------------------------------------------------------------------------------
+
+    async def finish(self, call: Call) -> AsyncIterator[Answer]:
+        """Also publishes what a commit in place holds."""
+        assert isinstance(call.body, FinishRefit)
+        refit = self._window.under_way(call.owner, call.body.epoch, call.body.refit)
+        yield Answer(await self._running.to_its_end(self._finish(refit, hold=call.body.hold)))
+
+    async def _finish(self, refit: OpenRefit, *, hold: bool) -> RefitHeld | RefitCommitted:
+        async with refit.order:
+            # A bucket that fails ends the refit.
+            while refit.applying:
+                await asyncio.wait(refit.applying)
+            self._window.require(refit)
+            async with self._window.ended_by_failure(refit):
+                if refit.held is None:
+                    refit.held = await self._complete(refit)
+                if hold:
+                    return refit.as_held()
+                report = await self._commit.publish(refit.ticket, refit.held)
+            await self._window.end(refit, None)
+            return RefitCommitted(report=report)
+
+    async def _complete(self, refit: OpenRefit) -> list[dict[str, Any]]:
+        answers = await self._engine.call_workers(
+            "refitd_finish",
+            refit.ticket.attest,
+            refit.ticket.check_finite,
+            timeout_seconds=self._config.refit.deadline_seconds,
+            writes=True,
+            direct=refit.source.replayed,
+        )
+        refit.source.note_written(answers)
+        return answers
+
+    async def abort(self, call: Call) -> AsyncIterator[Answer]:
+        assert isinstance(call.body, AbortRefit)
+        refit = self._window.under_way(call.owner, call.body.epoch, call.body.refit)
+        if not await self._running.to_its_end(self._window.abort(refit, "the trainer aborted")):
+            raise unknown_refit(refit.id)
+        yield Answer(RefitAborted(refit=refit.id, state=self._gate.state, version=self._gate.version))
