@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
     from refitd.worker.cuda_digest import DeviceComparison
 
 CHUNK_ELEMENTS = 1 << 22
+
+
+class Attest(StrEnum):
+    OFF = "off"
+    SAMPLED = "sampled"
+    FULL = "full"
 
 
 @dataclass(frozen=True)

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
-from enum import StrEnum
+from typing import Any
 
-from refitd.worker.attest import check_finite, check_same
+from refitd.worker.attest import Attest, check_finite, check_same
+from refitd.worker.boundary import Answer
+from refitd.worker.completion import Clock, report
 from refitd.worker.proof import load_and_prove, prove_by_reload
 from refitd.worker.sources import CompiledSource, InplaceSource
+from refitd.worker.state import WorkerState
 from refitd.worker.weights import EngineWeights, torch_dtype
 
 
-class Attest(StrEnum):
-    OFF = "off"
-    SAMPLED = "sampled"
-    FULL = "full"
-
-
-@dataclass
-class Clock:
-    """Milliseconds of each phase that ran."""
-
-    milliseconds: dict[str, float] = field(default_factory=dict)
-    _since: float = field(default_factory=time.perf_counter)
-
-    def lap(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.milliseconds[phase] = (now - self._since) * 1000
-        self._since = now
+def commit(
+    state: WorkerState, source: InplaceSource, only: Collection[str] | None, attest: Attest, *, finite: bool
+) -> Answer:
+    """All of it; see `refitd_commit`."""
+    clock, weights = Clock(), state.weights
+    source.wait_until_written()
+    clock.lap("wait")
+    compiled = validate(weights, source, only)
+    if finite:
+        require_finite(weights, source, compiled)
+    clock.lap("validate")
+    state.before_write()
+    compiled = write(weights, source, compiled)
+    digest = _attested(state, compiled, attest, clock)
+    state.wrote = False
+    return report(compiled.size_bytes, len(compiled.names), compiled.path, compiled.loader_tensors, clock, digest)
 
 
 def validate(weights: EngineWeights, source: InplaceSource, only: Collection[str] | None) -> CompiledSource:
@@ -69,6 +69,21 @@ def write(weights: EngineWeights, source: InplaceSource, compiled: CompiledSourc
             prove_by_reload(weights)
     weights.after_write()
     return compiled
+
+
+def _attested(state: WorkerState, compiled: CompiledSource, attest: Attest, clock: Clock) -> dict[str, Any]:
+    """The digest of what is served, once the bytes have arrived and were found to be the source's."""
+    # What can be enqueued behind the copy does not have to wait for it.
+    try:
+        check = begin_attest(compiled, attest)
+        digest = state.begin_digest(attest)
+    finally:
+        compiled.program.wait()
+    clock.lap("copy")
+    check()
+    digested = digest()
+    clock.lap("attest")
+    return digested
 
 
 def begin_attest(compiled: CompiledSource, how: Attest) -> Callable[[], None]:

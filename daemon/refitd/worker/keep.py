@@ -10,6 +10,7 @@ from enum import StrEnum
 import torch
 
 from refit_protocol.errors import ErrorCode, ProtocolError
+from refitd.worker.boundary import Answer
 from refitd.worker.copies import copy_on_this_thread
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,9 @@ class Keeper:
     @property
     def size_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._saved.values())
+
+    def status(self) -> Answer:
+        return {"state": self.state.value, "bytes": self.size_bytes}
 
     def save(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Starts to copy; the weights must not be written before `wait` returned."""

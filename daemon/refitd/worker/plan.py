@@ -64,6 +64,18 @@ class Plan:
             )
 
 
+def refuse_loader(loader_tensors: Mapping[str, str], setting: str) -> None:
+    """Raises `plan_required` where the setting is "require" and tensors would go through vLLM's loader."""
+    if setting == "require" and loader_tensors:
+        message = f"{len(loader_tensors)} tensors cannot be planned, and the plan is required"
+        raise ProtocolError(ErrorCode.PLAN_REQUIRED, message, loader_tensors=listed(loader_tensors))
+
+
+def listed(loader_tensors: Mapping[str, str]) -> list[dict[str, str]]:
+    """As the daemon is told of them."""
+    return [{"name": name, "why": why} for name, why in loader_tensors.items()]
+
+
 def compile_plan(
     trace: Trace, tensors: Iterable[str], parameters: Mapping[str, torch.Tensor], opaque_modules: Mapping[str, str]
 ) -> Plan:

@@ -3,17 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from refit_protocol.tensors import ITEM_BYTES, BucketPiece, DType
-from refitd.worker.attest import check_finite
-from refitd.worker.buckets import Announcement, BucketRefit, BucketSource
-from refitd.worker.checkpoint import Checkpoint, layouts
+from refitd.worker.attest import Attest, check_finite
+from refitd.worker.boundary import Answer
+from refitd.worker.buckets import Announcement, BucketRefit, BucketSource, announce
+from refitd.worker.checkpoint import Checkpoint, check_architecture, layouts
+from refitd.worker.completion import Clock, complete
+from refitd.worker.plan import refuse_loader
+from refitd.worker.state import WorkerState
 from refitd.worker.weights import EngineWeights, torch_dtype
 
 BUCKET = 0
 BUCKET_BYTES = 64 << 20
+
+
+def check_checkpoint(state: WorkerState, directory: Path, architectures: Any, plan: str) -> Answer:
+    """Whether `reload` could load it."""
+    check_architecture(directory, architectures)
+    with Checkpoint(directory) as checkpoint:
+        announced = _announced(state.weights, checkpoint, plan)
+        return {"path": announced.path, "tensors": len(checkpoint.tensors), "bytes": checkpoint.size_bytes}
+
+
+def reload(state: WorkerState, directory: Path, plan: str, attest: Attest, *, finite: bool) -> Answer:
+    """All of it; see `refitd_reload`."""
+    clock = Clock()
+    with Checkpoint(directory) as checkpoint:
+        under_way = Reload(state.weights, checkpoint, _announced(state.weights, checkpoint, plan))
+        if finite:
+            under_way.check_finite()
+        clock.lap("validate")
+        for pieces in under_way.filled():
+            state.before_write()
+            under_way.copy(pieces)
+    under_way.refit.require_complete()
+    return complete(state, under_way.refit, clock, attest, finite=False)
+
+
+def _announced(weights: EngineWeights, checkpoint: Checkpoint, plan: str) -> Announcement:
+    announced = announce(weights, list(checkpoint.tensors.values()), partial=False, planned=plan != "off")
+    refuse_loader(announced.loader_tensors, plan)
+    return announced
 
 
 class FileBucket:

@@ -1,0 +1,58 @@
+"""Opens what a trainer lends: mapped, compared with what the engine expects, and its copies compiled."""
+
+from __future__ import annotations
+
+from refit_protocol.tensors import Segment, SourceTensor
+from refitd.worker.boundary import Answer
+from refitd.worker.buckets import BucketSource
+from refitd.worker.parts import whole_tensor
+from refitd.worker.plan import listed, refuse_loader
+from refitd.worker.sources import InplaceSource, Segments
+from refitd.worker.state import WorkerState
+from refitd.worker.weights import EngineWeights
+
+_Opened = tuple[InplaceSource | BucketSource, Answer]
+
+
+def open_source(
+    state: WorkerState,
+    source_id: int | str,
+    kind: str,
+    segments: list[Segment],
+    tensors: list[SourceTensor],
+    plan: str,
+) -> Answer:
+    if kind == "inplace":
+        state.weights.check_manifest([whole_tensor(tensor) for tensor in tensors])
+    # Of what several ranks hold a worker reads its part, and what lies on other devices it may not even reach.
+    of_ranks = len({tensor.name for tensor in tensors}) < len(tensors)
+    mapped = Segments(segments, state.weights.device, at_need=of_ranks)
+    try:
+        if kind == "bucket":
+            source, answer = _buckets(state.weights, mapped, plan)
+        else:
+            source, answer = _in_place(state.weights, mapped, tensors, plan)
+    except BaseException:
+        mapped.close()
+        raise
+    state.open(source_id, source)
+    return answer
+
+
+def _buckets(weights: EngineWeights, mapped: Segments, plan: str) -> _Opened:
+    loader_tensors = listed(weights.plan.loader_only)
+    path = "mixed" if loader_tensors else "plan"
+    answer = {"path": path, "planned": len(weights.plan.routes), "loader_tensors": loader_tensors, "bytes": 0}
+    return BucketSource(mapped, planned=plan != "off"), answer
+
+
+def _in_place(weights: EngineWeights, mapped: Segments, tensors: list[SourceTensor], plan: str) -> _Opened:
+    source = InplaceSource(mapped, tensors, planned=plan != "off")
+    compiled = source.compiled(weights, None)
+    refuse_loader(compiled.loader_tensors, plan)
+    return source, {
+        "path": compiled.path,
+        "planned": len({named.tensor for named in compiled.copies}),
+        "loader_tensors": listed(compiled.loader_tensors),
+        "bytes": compiled.size_bytes,
+    }
