@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import zmq
 
 from refit_protocol.codec import Frame, decode_request, encode_reply
@@ -16,6 +17,8 @@ from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import (
     PROTOCOL_VERSION,
     Failed,
+    GenerationFinished,
+    GenerationStarted,
     Goodbye,
     Heartbeat,
     HeartbeatAcknowledged,
@@ -25,9 +28,15 @@ from refit_protocol.messages import (
     Reply,
     ReplyHeader,
     Request,
+    ResolvedSampling,
     SessionClosed,
+    Status,
+    TokenDelta,
+    TokensGenerated,
+    VersionRun,
     Welcome,
 )
+from refit_protocol.states import EngineState
 
 MODEL = ModelInfo(name="tiny", vocab_size=512, max_model_len=256, dtype="bfloat16", eos_token_ids=[2])
 LIMITS = LimitInfo(
@@ -36,6 +45,38 @@ LIMITS = LimitInfo(
     prompts_per_request=4096,
     bucket_pieces=1 << 16,
     buffered_bytes=1 << 28,
+)
+RESOLVED = ResolvedSampling(max_tokens=[8], clamped=[False], stop_token_ids=[2], logprobs_mode="processed_logprobs")
+STATUS = Status(
+    daemon_version="0",
+    pid=1,
+    epoch=1,
+    state=EngineState.READY,
+    model=MODEL,
+    version=3,
+    digest=None,
+    digest_mode="off",
+    sleep_level=0,
+    asleep_tags=[],
+    progress=1.0,
+    sessions=1,
+    writer=None,
+    running_requests=0,
+    waiting_requests=0,
+    restorable_version=None,
+    last_refit=None,
+    last_error=None,
+    uptime_seconds=1.0,
+    logprobs_mode="processed_logprobs",
+)
+FINISHED = GenerationFinished(
+    deltas=[],
+    outputs=1,
+    prompt_tokens=2,
+    generated_tokens=4,
+    resolved=RESOLVED,
+    first_token_milliseconds=1.0,
+    total_milliseconds=2.0,
 )
 
 
@@ -184,3 +225,22 @@ def running(peer: Peer) -> Iterator[Peer]:
 
 def endpoint_in(directory: Path) -> str:
     return f"ipc://{directory / 'refitd.sock'}"
+
+
+def send_tokens(asked: Asked, position: int, token_ids: list[int], *, last: bool = False) -> None:
+    delta = TokenDelta(
+        request=asked.id,
+        prompt=0,
+        output=0,
+        position=position,
+        count=len(token_ids),
+        versions=[VersionRun(3, len(token_ids))],
+        finish_reason="length" if last else None,
+    )
+    blobs = [np.array(token_ids, "<i4").tobytes(), np.full(len(token_ids), -0.5, "<f4").tobytes()]
+    asked.reply(TokensGenerated(deltas=[delta]), blobs=blobs, last=False, id=0)
+
+
+def begin_stream(asked: Asked) -> Asked:
+    asked.reply(GenerationStarted(resolved=RESOLVED, prompt_lengths=[2]), last=False)
+    return asked

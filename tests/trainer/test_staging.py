@@ -58,8 +58,8 @@ from refit_trainer import (
 from refit_trainer.layouts import layout_of
 from refit_trainer.sharing import shared_module
 from refit_trainer.steps import Steps
-from tests.trainer.peer import Asked, Peer, endpoint_in, running
-from tests.trainer.test_connection import STATUS, in_background
+from tests.trainer.background import in_background
+from tests.trainer.peer import STATUS, Asked, Peer, endpoint_in, running
 
 TENSORS = {name: torch.full((16,), float(index)) for index, name in enumerate("abcdef")}
 REPORT = RefitReport(
@@ -73,12 +73,6 @@ REPORT = RefitReport(
     digest=None,
     milliseconds=RefitMilliseconds(validate=0, gate=0, copy=0, attest=0, publish=0, total=0),
 )
-
-
-@pytest.fixture
-def peer(tmp_path: Path) -> Iterator[Peer]:
-    with running(Peer(endpoint_in(tmp_path))) as started:
-        yield started
 
 
 @pytest.fixture

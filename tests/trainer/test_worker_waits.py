@@ -15,8 +15,7 @@ from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import Generate, GetStatus, LoadModel, ModelLoaded
 from refit_trainer import RefitdError
 from refit_trainer.generation_worker import GenerationWorker
-from tests.trainer.peer import MODEL, Asked, Peer, endpoint_in, running
-from tests.trainer.test_connection import STATUS
+from tests.trainer.peer import MODEL, STATUS, Asked, Peer, endpoint_in, running
 
 WEEK = 7 * 86400.0
 

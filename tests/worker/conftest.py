@@ -12,8 +12,10 @@ from vllm.distributed.parallel_state import destroy_distributed_environment, des
 
 from tests.worker.engines import LoadedWorker
 from tests.worker.models import Kind, build_model
+from tests.worker.trainers import ExportedTensors
 
 Weights = dict[str, torch.Tensor]
+SOURCE = 11
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -95,3 +97,25 @@ def worker_of(
         return workers(kind, 0)
 
     return load
+
+
+@pytest.fixture
+def worker(worker_of: Callable[[Kind], LoadedWorker]) -> Iterator[LoadedWorker]:
+    """The untied Qwen3."""
+    loaded = worker_of("qwen3")
+    yield loaded
+    loaded.call("refitd_close_all")
+
+
+@pytest.fixture
+def trainer(weights_of: Callable[[Kind, int], Weights]) -> Iterator[ExportedTensors]:
+    """A trainer that holds the weights of seed 1."""
+    with ExportedTensors(weights_of("qwen3", 1)) as exported:
+        yield exported
+
+
+@pytest.fixture
+def opened(worker: LoadedWorker, trainer: ExportedTensors) -> LoadedWorker:
+    """The worker, with the trainer's parameters open as SOURCE."""
+    worker.call("refitd_open_source", SOURCE, "inplace", *trainer.source)
+    return worker

@@ -1,0 +1,34 @@
+"""What is opened: nothing that the engine could not take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.worker.conftest import SOURCE
+from tests.worker.engines import LoadedWorker
+from tests.worker.models import Kind
+from tests.worker.trainers import ExportedTensors
+
+Weights = dict[str, torch.Tensor]
+WeightsOf = Callable[[Kind, int], Weights]
+NORM = "model.norm.weight"
+
+
+def test_a_dropped_norm_is_missing(worker: LoadedWorker, weights_of: WeightsOf) -> None:
+    """One tensor left out is named, and nothing is opened."""
+    weights = {name: tensor for name, tensor in weights_of("qwen3", 1).items() if name != NORM}
+    with ExportedTensors(weights) as trainer:
+        code, details, wrote = worker.refused("refitd_open_source", SOURCE, "inplace", *trainer.source)
+    assert (code, details["missing"], wrote) == ("manifest_mismatch", [NORM], False)
+    assert worker.refused("refitd_commit", SOURCE)[0] == "unknown_source"
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.bool])
+def test_integers_are_no_weights(worker: LoadedWorker, weights_of: WeightsOf, dtype: torch.dtype) -> None:
+    with ExportedTensors({name: tensor.to(dtype) for name, tensor in weights_of("qwen3", 1).items()}) as trainer:
+        code, details, _ = worker.refused("refitd_open_source", SOURCE, "inplace", *trainer.source)
+    assert code == "manifest_mismatch"
+    assert len(details["dtype"]) == len(trainer.tensors)
