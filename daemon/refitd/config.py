@@ -136,6 +136,7 @@ class HttpConfig(Section):
     port: int = Field(default=0, ge=0, le=65535)
     api_key: str | None = None
     max_body_bytes: int = Field(default=32 << 20, gt=0)
+    max_connections: int = Field(default=10_000, gt=0)
     strict_prefix: bool = True
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None

@@ -27,6 +27,7 @@ from refitd.adapters import AdapterUses
 from refitd.config import HttpConfig
 from refitd.engine import Adapter, Engine, EngineInfo, StartupError
 from refitd.gate import Gate
+from refitd.http_connection import BoundedConnection
 from refitd.http_errors import error_response
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75
+BODY_SECONDS = 60.0
 MAX_JSON_DEPTH = 100
 
 # Everything else of vLLM's app, its development routes above all, stays shut. True: needs weights that can be served.
@@ -106,12 +108,15 @@ class HttpServer:
         self._server = _EmbeddedServer(
             uvicorn.Config(
                 self._door,
+                http=BoundedConnection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                # uvicorn refuses the connection that makes the limit full.
+                limit_concurrency=config.max_connections + 1,
             )
         )
         self._task: asyncio.Task[None] | None = None
@@ -205,13 +210,22 @@ class Door:
             return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
         self._check_key(Headers(scope=scope))
         app = self._app_for(path)
-        body = await read_body(scope, receive, self._config.max_body_bytes)
+        body = await self._body(scope, receive)
         if len(body) <= DEPTH_CHUNK_BYTES:
             check_depth(body)
         else:
             # It would keep everybody else waiting.
             await asyncio.to_thread(check_depth, body)
         return _WithBody(app, body)
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                return await read_body(scope, receive, self._config.max_body_bytes)
+        except TimeoutError:
+            raise ProtocolError(
+                ErrorCode.DEADLINE_EXCEEDED, f"the body did not come within {BODY_SECONDS:g} s"
+            ) from None
 
     def _health(self) -> Response:
         refusal = self._gate.refusal()

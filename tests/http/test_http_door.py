@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from refit_protocol.errors import ProtocolError
 from refit_protocol.states import EngineEvent
@@ -44,14 +45,16 @@ def ready_gate() -> Gate:
 
 
 @asynccontextmanager
-async def serving(gate: Gate, *, is_open: bool = True, **settings: object) -> AsyncIterator[httpx.AsyncClient]:
+async def serving(
+    gate: Gate, *, is_open: bool = True, app: ASGIApp = ECHO, **settings: object
+) -> AsyncIterator[httpx.AsyncClient]:
     registry = CollectorRegistry()
     Counter("refitd_probe", "Only here.", registry=registry).inc()
     config = HttpConfig(enabled=True, max_body_bytes=LIMIT_BYTES, **settings)
     server = HttpServer(config, reserve_socket(config.host, config.port), gate, registry)
     await server.start()
     if is_open:
-        server.open(ECHO)
+        server.open(app)
     try:
         async with httpx.AsyncClient(base_url=server.base_url.removesuffix("/v1")) as client:
             yield client
