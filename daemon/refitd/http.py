@@ -1,7 +1,7 @@
 """The HTTP door: a socket held from before the model loads, a server on the daemon's loop, and what it lets through.
 
-vLLM's own app answers the requests; what must not reach it - unknown paths, wrong keys, bodies too large or too deep,
-requests that no weights can serve - is answered here.
+vLLM's own app answers the requests; what must not reach it - unknown paths, wrong keys, bodies that are too much for
+its parsers, requests that no weights can serve - is answered here.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import numpy as np
 import structlog
 import uvicorn
-from numpy.typing import NDArray
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, Counter, generate_latest
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
@@ -29,6 +27,7 @@ from refitd.engine import Adapter, Engine, EngineInfo, StartupError
 from refitd.gate import Gate
 from refitd.http_connection import BoundedConnection
 from refitd.http_errors import error_response
+from refitd.http_json import check_json
 
 if TYPE_CHECKING:
     from refitd.compat_openai import OpenAIEndpoint
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75
 BODY_SECONDS = 60.0
-MAX_JSON_DEPTH = 100
 
 # Everything else of vLLM's app, its development routes above all, stays shut. True: needs weights that can be served.
 PATHS: Mapping[str, bool] = {
@@ -49,8 +47,8 @@ PATHS: Mapping[str, bool] = {
 }
 OPEN_PATHS = frozenset({"/health", "/metrics"})
 
-DEPTH_CHUNK_BYTES = 1 << 20
-_QUOTE, _BACKSLASH = b'"\\'
+# A longer look at a body would keep everybody else waiting.
+LOOKED_AT_HERE_BYTES = 1 << 20
 
 log = structlog.get_logger()
 
@@ -211,11 +209,10 @@ class Door:
         self._check_key(Headers(scope=scope))
         app = self._app_for(path)
         body = await self._body(scope, receive)
-        if len(body) <= DEPTH_CHUNK_BYTES:
-            check_depth(body)
+        if len(body) <= LOOKED_AT_HERE_BYTES:
+            check_json(body)
         else:
-            # It would keep everybody else waiting.
-            await asyncio.to_thread(check_depth, body)
+            await asyncio.to_thread(check_json, body)
         return _WithBody(app, body)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
@@ -297,31 +294,3 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
 
 def _too_large(limit_bytes: int) -> ProtocolError:
     return ProtocolError(ErrorCode.MESSAGE_TOO_LARGE, f"the body is larger than http.max_body_bytes = {limit_bytes}")
-
-
-def check_depth(body: bytes) -> None:
-    """Raises `malformed_message` for JSON nested so deeply that parsers behind this one would recurse without end.
-
-    In arrays, since a body may hold a bracket a byte.
-    """
-    depth, in_string, escaped = 0, False, False
-    for start in range(0, len(body), DEPTH_CHUNK_BYTES):
-        chunk = np.frombuffer(body, np.uint8, min(DEPTH_CHUNK_BYTES, len(body) - start), start)
-        is_escaped, escaped = _escaped(chunk, escaped)
-        strings = (np.cumsum((chunk == _QUOTE) & ~is_escaped) + in_string) % 2
-        # Square brackets are braces but for one bit.
-        opening, closing = (((chunk | 0x20) == brace) & (strings == 0) for brace in b"{}")
-        levels = depth + np.cumsum(opening.astype(np.int8) - closing.astype(np.int8), dtype=np.int64)
-        if levels.max() > MAX_JSON_DEPTH:
-            raise ProtocolError(ErrorCode.MALFORMED_MESSAGE, f"JSON nested more than {MAX_JSON_DEPTH} levels deep")
-        depth, in_string = int(levels[-1]), bool(strings[-1])
-
-
-def _escaped(chunk: NDArray[np.uint8], first: bool) -> tuple[NDArray[np.bool_], bool]:
-    """Which bytes follow an odd number of backslashes, `first` for the first one; and whether the next one does."""
-    backslashes = chunk == _BACKSLASH
-    backslashes[0] &= not first
-    positions = np.arange(len(chunk))
-    run_lengths = positions - np.maximum.accumulate(np.where(backslashes, -1, positions))
-    escaping = backslashes & (run_lengths % 2 == 1)
-    return np.concatenate([[first], escaping[:-1]]), bool(escaping[-1])

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 
 import httpx
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -19,12 +16,11 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from refit_protocol.errors import ProtocolError
 from refit_protocol.states import EngineEvent
-from refitd import http
+from refitd import http_json
 from refitd.config import HttpConfig
 from refitd.gate import Gate
-from refitd.http import HttpBindError, HttpServer, base_url, check_depth, reserve_socket
+from refitd.http import HttpBindError, HttpServer, base_url, reserve_socket
 
 LIMIT_BYTES = 8192
 
@@ -50,7 +46,7 @@ async def serving(
 ) -> AsyncIterator[httpx.AsyncClient]:
     registry = CollectorRegistry()
     Counter("refitd_probe", "Only here.", registry=registry).inc()
-    config = HttpConfig(enabled=True, max_body_bytes=LIMIT_BYTES, **settings)
+    config = HttpConfig(**{"enabled": True, "max_body_bytes": LIMIT_BYTES, **settings})
     server = HttpServer(config, reserve_socket(config.host, config.port), gate, registry)
     await server.start()
     if is_open:
@@ -152,46 +148,16 @@ def test_json_nested_a_thousand_deep_is_refused() -> None:
     asyncio.run(ask())
 
 
-@pytest.mark.parametrize("body", [json.dumps("[" * 1000), json.dumps('\\"[' * 1000), json.dumps([[]] * 1000)])
-def test_brackets_in_strings_and_beside_each_other_are_not_depth(body: str) -> None:
-    check_depth(body.encode())
+def test_json_of_too_many_parts_is_refused() -> None:
+    """Before vLLM's parsers see it: they would keep everybody waiting, whatever the limit of bytes."""
 
+    async def ask() -> None:
+        async with serving(ready_gate(), max_body_bytes=1 << 20) as client:
+            parts = [{}] * (http_json.MAX_CONTAINERS + 1)
+            answer = await client.post("/tokenize", json=parts)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (413, "message_too_large")
 
-def test_the_depth_of_megabytes_of_quotes_is_found_in_linear_time() -> None:
-    """A string that never ends must not be scanned again from each of its quotes: that would take hours."""
-    check_depth(b'"' + b'\\"' * 2_000_000)
-    check_depth(b'"\\' * 2_000_000)
-    with pytest.raises(ProtocolError):
-        check_depth(b'"a\\"[" ' * 500_000 + b"[" * 101)
-
-
-def deepest(body: bytes) -> int:
-    """Byte by byte."""
-    depth = deepest = 0
-    in_string = escaped = False
-    for byte in body:
-        if byte == ord('"'):
-            in_string ^= not escaped
-        elif not in_string:
-            depth += (byte in b"[{") - (byte in b"]}")
-            deepest = max(deepest, depth)
-        escaped = byte == ord("\\") and not escaped
-    return deepest
-
-
-@given(st.lists(st.sampled_from(b'"\\[]{}a')).map(bytes))
-@example(b'"\\\\"[[[')
-@example(b'"aa\\"[[[')
-def test_the_depth_is_that_of_a_reader_byte_by_byte(body: bytes) -> None:
-    """Wherever a body is cut into chunks: also between a backslash and what it escapes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(http, "DEPTH_CHUNK_BYTES", 3)
-        patch.setattr(http, "MAX_JSON_DEPTH", 2)
-        if deepest(body) > 2:
-            with pytest.raises(ProtocolError):
-                check_depth(body)
-        else:
-            check_depth(body)
+    asyncio.run(ask())
 
 
 # --- states -----------------------------------------------------------------------------------------------------------
