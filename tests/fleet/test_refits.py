@@ -17,7 +17,9 @@ from refit_protocol.messages import (
     AcquireWriter,
     CommitRefit,
     FinishRefit,
+    GetManifest,
     GetStatus,
+    Manifest,
     OpenSource,
     RefitAborted,
     RefitCommitted,
@@ -73,6 +75,7 @@ STATUS = Status(
 )
 ANSWERS: dict[type[Request], Reply] = {
     GetStatus: STATUS,
+    GetManifest: Manifest(tensors=[]),
     AcquireWriter: WriterAcquired(epoch=2),
     OpenSource: SourceOpened(source=1, path="plan", tensors=2, size_bytes=1, unplanned=[]),
     ValidateRefit: RefitValidated(version=4, path="plan", restorable_version=SERVED, milliseconds=1.0),
@@ -94,7 +97,7 @@ class Scripted:
     told: list[str] = field(default_factory=list)
 
     def answer(self, asked: Asked) -> None:
-        if not isinstance(asked.body, GetStatus):
+        if not isinstance(asked.body, GetStatus | GetManifest):
             self.told.append(type(asked.body).__name__)
         if type(asked.body) is self.fails_at:
             asked.fail(self.code)

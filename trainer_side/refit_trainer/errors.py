@@ -108,6 +108,14 @@ class OfMembers(RefitdError):
         return self.message
 
 
+class FleetMismatch(OfMembers):
+    """The daemons of a fleet do not serve one model, or not the same weights under one version."""
+
+
+class OtherModel(RefitdError):
+    """A daemon serves another model than the others of its fleet, and takes no part in it."""
+
+
 class FleetRefitRefused(OfMembers):
     """Nothing was written at any daemon: all of them serve what they served before."""
 

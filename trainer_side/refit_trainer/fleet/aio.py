@@ -12,12 +12,13 @@ from refit_protocol.errors import ErrorCode, Fault
 from refit_protocol.messages import Manifest, Sampling, Status
 from refit_trainer.aio import ConnectOptions, same
 from refit_trainer.daemon_refit import DaemonRefit
-from refit_trainer.errors import FleetRefitRefused, NoMember, NotShareable, RefitdError
+from refit_trainer.errors import FleetMismatch, FleetRefitRefused, NoMember, NotShareable, OtherModel, RefitdError
 from refit_trainer.fleet.batches import Batches
 from refit_trainer.fleet.members import FleetStatus, Members, MemberState, judged, newest
 from refit_trainer.fleet.order import Order
 from refit_trainer.fleet.policy import OnFailure, Phase, Verdict, verdict
 from refit_trainer.fleet.refits import FleetRefit, FleetReport
+from refit_trainer.fleet.sameness import RequireSame, other_weights
 from refit_trainer.fleet.turns import Turns
 from refit_trainer.inbox import Mailbox
 from refit_trainer.link import CurveKeys
@@ -42,12 +43,15 @@ _OWN_OPTIONS = frozenset({"groups", "allow_mixed_versions"})
 class FleetOptions(TypedDict, total=False):
     """`on_failure`: what a refit does when a daemon fails in it, "leave_out" by default; see `docs/fleet.md`.
 
+    `require_same`, "weights" by default: what daemons have to agree in when the fleet connects. "model": they may serve
+    any weights, as where a refit comes first. "nothing": nor is any of them asked what it serves.
     `patience_seconds` (2): how long a lost connection is waited for before its daemon counts as down.
     `probe_seconds` (2): how long a daemon may take to say how it is before it counts as down. `curve`: by endpoint.
     `bucket_bytes`, 64 MiB by default, is half of the memory of the staging buckets, which all daemons read.
     """
 
     on_failure: OnFailure
+    require_same: RequireSame
     patience_seconds: float
     probe_seconds: float
     curve: Mapping[str, CurveKeys]
@@ -72,6 +76,7 @@ class AsyncFleet:
     def __init__(self, members: Members, options: FleetOptions) -> None:
         self._members = members
         self._on_failure: OnFailure = options.get("on_failure", "leave_out")
+        self._require_same: RequireSame = options.get("require_same", "weights")
         self._probe_seconds = options.get("probe_seconds", 2.0)
         self._bucket_bytes = options.get("bucket_bytes", BUCKET_BYTES)
         self._turns = Turns()
@@ -84,17 +89,30 @@ class AsyncFleet:
     ) -> Opening[AsyncFleet]:
         """To be awaited, or entered by `async with`: opens a session with each daemon that answers.
 
-        Raises `NoMember` if none does within `timeout_seconds`.
+        Raises `NoMember` if none does within `timeout_seconds`, `FleetMismatch` where they differ: see `require_same`.
         """
         return Opening(lambda: _open(endpoints, timeout_seconds, options))
 
     async def join(self, timeout_seconds: float) -> None:
-        """Opens the sessions and learns the version that is served; raises `NoMember` where nobody answers in time."""
+        """Opens the sessions and learns the version that is served.
+
+        Raises `NoMember` where nobody answers in time, `FleetMismatch` where those that do differ.
+        """
         answers = await self._members.look(timeout_seconds)
         if all(isinstance(answer, RefitdError) for answer in answers.values()):
             reasons = "; ".join(f"{endpoint}: {answer}" for endpoint, answer in answers.items())
             raise NoMember(f"no daemon of the fleet answers: {reasons}")
+        self._check_same(answers)
         self._members.version = newest(answers.values()) or 0
+
+    def _check_same(self, answers: Mapping[str, Status | RefitdError]) -> None:
+        """What joins later is looked at then, and takes no part if it serves another model."""
+        if models := {name: answer for name, answer in answers.items() if isinstance(answer, OtherModel)}:
+            raise FleetMismatch("the daemons of a fleet serve one model", models)
+        statuses = {name: answer for name, answer in answers.items() if isinstance(answer, Status)}
+        if self._require_same == "weights" and (weights := other_weights(statuses)):
+            advice = 'refit those that differ first, or connect with require_same="model" and refit the fleet'
+            raise FleetMismatch(f"the daemons of a fleet serve the same weights as one version ({advice})", weights)
 
     @property
     def version(self) -> int:
@@ -313,7 +331,8 @@ async def _open(endpoints: Sequence[str], timeout_seconds: float, options: Fleet
         "lease_seconds": options.get("lease_seconds"),
         "patience_seconds": options.get("patience_seconds", 2.0),
     }
-    fleet = AsyncFleet(Members(endpoints, connecting, options.get("curve", {})), options)
+    compares = options.get("require_same") != "nothing"
+    fleet = AsyncFleet(Members(endpoints, connecting, options.get("curve", {}), compares=compares), options)
     try:
         await fleet.join(timeout_seconds)
     except BaseException:

@@ -14,6 +14,7 @@ from refit_protocol.states import EngineState
 from refit_trainer.aio import AsyncDaemon, ConnectOptions
 from refit_trainer.connection import why_unreachable
 from refit_trainer.errors import DaemonRestarted, DaemonUnreachable, NoMember, RefitdError
+from refit_trainer.fleet.sameness import Model, model_of, other_model, usual
 from refit_trainer.link import CurveKeys
 
 # In these a daemon takes requests, at once or when its refit has ended.
@@ -85,11 +86,16 @@ def _state(status: Status, version: int, *, left_out: bool) -> MemberState:
 
 
 class Member:
-    """One daemon of the fleet. Its session is opened whenever it is there first, and taken up again by itself."""
+    """One daemon of the fleet. Its session is opened whenever it is there first, and taken up again by itself.
 
-    def __init__(self, endpoint: str, options: ConnectOptions) -> None:
+    `model` is what it serves, None before that is known, or where nobody wants to compare it.
+    """
+
+    def __init__(self, endpoint: str, options: ConnectOptions, *, compares: bool) -> None:
         self.endpoint = endpoint
         self.left_out = False
+        self.model: Model | None = None
+        self._compares = compares
         self._options = options
         self._daemon: AsyncDaemon | None = None
         self._opening: asyncio.Task[AsyncDaemon] | None = None
@@ -142,7 +148,10 @@ class Member:
             # A restart is told once, to the next call; the fleet sees it by the version already.
             with contextlib.suppress(DaemonRestarted):
                 await daemon.manifest()
+            self.model = None
         self._epoch = status.epoch
+        if self._compares and self.model is None and status.model is not None:
+            self.model = model_of(await daemon.manifest())
         return status
 
 
@@ -151,16 +160,25 @@ async def _open(endpoint: str, options: ConnectOptions) -> AsyncDaemon:
 
 
 class Members:
-    """`version` is the newest that was ever seen to be served here: a fleet never goes back."""
+    """`version` is the newest that was ever seen to be served here: a fleet never goes back.
 
-    def __init__(self, endpoints: Sequence[str], options: ConnectOptions, curve: Mapping[str, CurveKeys]) -> None:
+    `compares`: a member that serves another model than most had at the first look answers with `OtherModel`.
+    """
+
+    def __init__(
+        self, endpoints: Sequence[str], options: ConnectOptions, curve: Mapping[str, CurveKeys], *, compares: bool
+    ) -> None:
         if not endpoints or len(set(endpoints)) != len(endpoints):
             raise ValueError(f"a fleet needs at least one endpoint, each once, not {list(endpoints)}")
+        compares = compares and len(endpoints) > 1
         self.all = {
-            name: Member(name, {**options, "curve": curve.get(name), "request_seconds": REQUEST_SECONDS})
+            name: Member(
+                name, {**options, "curve": curve.get(name), "request_seconds": REQUEST_SECONDS}, compares=compares
+            )
             for name in endpoints
         }
         self.version = 0
+        self._model: Model | None = None
 
     def __getitem__(self, endpoint: str) -> Member:
         """Raises KeyError for what is no endpoint of this fleet."""
@@ -175,7 +193,7 @@ class Members:
     async def look(self, timeout_seconds: float) -> dict[str, Status | RefitdError]:
         """Asks all members at once, and gives those that are down as long to come up."""
         answers = await asyncio.gather(*(_answer(member, timeout_seconds) for member in self.all.values()))
-        return dict(zip(self.all, answers, strict=True))
+        return self._of_one_model(dict(zip(self.all, answers, strict=True)))
 
     async def glance(self, timeout_seconds: float) -> dict[str, Status | RefitdError]:
         """The same without waiting for those that are down; they are being reached meanwhile."""
@@ -184,7 +202,21 @@ class Members:
         for member in self.all.values():
             member.open()
         seen = {member.endpoint: answer for member, answer in zip(up, answers, strict=True)}
-        return {name: seen.get(name) or DaemonUnreachable(why_unreachable(name)) for name in self.all}
+        return self._of_one_model(
+            {name: seen.get(name) or DaemonUnreachable(why_unreachable(name)) for name in self.all}
+        )
+
+    def _of_one_model(self, answers: Mapping[str, Status | RefitdError]) -> dict[str, Status | RefitdError]:
+        known = {name: member.model for name, member in self.all.items() if member.model is not None}
+        if self._model is None and known:
+            self._model = usual(known)
+        return {name: self._compared(name, answer) for name, answer in answers.items()}
+
+    def _compared(self, name: str, answer: Status | RefitdError) -> Status | RefitdError:
+        model = self.all[name].model
+        if isinstance(answer, RefitdError) or model is None or self._model is None or model == self._model:
+            return answer
+        return other_model("" if answer.model is None else answer.model.name, model, self._model)
 
     async def serving(self, timeout_seconds: float, version: int | None) -> dict[str, Status]:
         """Those that can generate, with `version` unless that is None; raises `NoMember`."""
