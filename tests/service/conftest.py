@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,11 +63,30 @@ class Service:
         """As seen out here, the daemon's first."""
         return self.systemd.processes(self.unit)
 
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        """As `booted.wait_for`; what it did instead is told where it never comes."""
+        try:
+            wait_for(condition, what)
+        except AssertionError as late:
+            late.add_note(self.account())
+            raise
+
+    def wait_for_drain(self) -> None:
+        """Until it says so; a unit that has ended meanwhile never will."""
+        self.wait_for(lambda: "drain" in self.show("StatusText") or not self.main_pid, f"{self.unit} to drain")
+        assert self.main_pid, self.account()
+
+    def account(self) -> str:
+        """How it stands, and the end of its journal."""
+        names = ("ActiveState", "SubState", "Result", "ExecMainStatus", "NRestarts", "StatusText")
+        state = ", ".join(f"{name}={self.show(name)}" for name in names)
+        return "\n".join([state, *self.journal().splitlines()[-60:]])
+
     def start(self) -> None:
         """Starts it, if need be, and waits until it says that it is ready."""
         self.systemd.systemctl("reset-failed", self.unit, check=False)
         self.systemd.systemctl("start", self.unit)
-        wait_for(self.is_active, f"{self.unit} to be active")
+        self.wait_for(self.is_active, f"{self.unit} to be active")
 
     def stop(self) -> None:
         self.systemd.systemctl("stop", self.unit)
@@ -78,11 +97,11 @@ class Service:
 
     def wait_for_restart(self, old_pid: int) -> None:
         """Until systemd has started another main process than `old_pid`."""
-        wait_for(lambda: self.main_pid not in (0, old_pid), f"{self.unit} to be started again")
+        self.wait_for(lambda: self.main_pid not in (0, old_pid), f"{self.unit} to be started again")
 
     def wait_until_active_again(self, old_pid: int) -> None:
         self.wait_for_restart(old_pid)
-        wait_for(self.is_active, f"{self.unit} to be active again")
+        self.wait_for(self.is_active, f"{self.unit} to be active again")
 
     def journal(self) -> str:
         return self.systemd.journal("-u", self.unit)

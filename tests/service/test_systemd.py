@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.booted import BootedSystemd, wait_for
+from tests.service.booted import BootedSystemd
 from tests.service.client import STREAMS
 from tests.service.conftest import CONFIGURATION, Service, configure
 
@@ -40,7 +40,7 @@ def test_a_deferred_load_is_ready_at_once_and_stays(idle: Service) -> None:
     assert status["state"] == "unloaded"
     pid = idle.main_pid
     before = float(idle.show("WatchdogTimestampMonotonic"))
-    wait_for(lambda: float(idle.show("WatchdogTimestampMonotonic")) > before, "the watchdog to be fed twice")
+    idle.wait_for(lambda: float(idle.show("WatchdogTimestampMonotonic")) > before, "the watchdog to be fed twice")
     assert idle.main_pid == pid
 
 
@@ -58,10 +58,10 @@ def test_reload_takes_over_what_can_change(idle: Service, systemd: BootedSystemd
     good = idle_configuration(idle)
     configure(systemd, "idle", f'{good}\n[log]\nlevel = "debug"\n')
     idle.systemd.systemctl("reload", idle.unit)
-    wait_for(lambda: "configuration reloaded" in idle.journal(), "the reload to be logged")
+    idle.wait_for(lambda: "configuration reloaded" in idle.journal(), "the reload to be logged")
     configure(systemd, "idle", f"{good}\n[log]\nlevl = 1\n")
     idle.systemd.systemctl("reload", idle.unit)
-    wait_for(lambda: "log.levl" in idle.journal(), "the mistake to be named")
+    idle.wait_for(lambda: "log.levl" in idle.journal(), "the mistake to be named")
     configure(systemd, "idle", good)
     assert idle.is_active()
     assert idle.main_pid == pid
@@ -104,7 +104,7 @@ def test_a_machine_that_is_too_full_is_given_up_after_a_few_starts(systemd: Boot
     content = CONFIGURATION.format(model=model_path)
     configure(systemd, "full", content.replace("cpu_kv_cache_gib = 1", "cpu_kv_cache_gib = 1000000"))
     assert systemd.systemctl("start", service.unit, check=False).returncode != 0
-    wait_for(lambda: service.show("ActiveState") == "failed", "systemd to give up")
+    service.wait_for(lambda: service.show("ActiveState") == "failed", "systemd to give up")
     assert service.show("ExecMainStatus") == "3"
     assert service.processes() == []
     journal = service.journal()
@@ -124,7 +124,7 @@ def test_ready_means_servable_inside_the_sandbox(running: Service) -> None:
 
 def test_status_says_what_is_served(running: Service) -> None:
     """`systemctl status` shows model, state, version and requests; the journal has JSON lines with priorities."""
-    wait_for(lambda: "ready" in running.show("StatusText"), "the status text")
+    running.wait_for(lambda: "ready" in running.show("StatusText"), "the status text")
     text = running.show("StatusText")
     assert "model" in text
     assert "version" in text
@@ -138,7 +138,7 @@ def test_stop_with_work_in_flight(running: Service) -> None:
     client = started_client(running, "stream")
     try:
         running.systemd.systemctl("stop", "--no-block", running.unit)
-        wait_for(lambda: "drain" in running.show("StatusText"), "the drain to begin")
+        running.wait_for_drain()
         said, _ = client.communicate("\n", timeout=60)
     finally:
         client.kill()
@@ -149,7 +149,7 @@ def test_stop_with_work_in_flight(running: Service) -> None:
     assert sum(counts.values()) == STREAMS
     assert "cancelled draining" in counts
     assert set(counts) <= {"cancelled draining", "length None"}
-    wait_for(lambda: running.show("ActiveState") == "inactive", "the stop")
+    running.wait_for(lambda: running.show("ActiveState") == "inactive", "the stop")
     assert (running.show("Result"), running.show("ExecMainStatus")) == ("success", "0")
     assert running.processes() == []
 
@@ -162,7 +162,7 @@ def test_a_second_signal_ends_the_drain_whoever_does_not_read(running: Service) 
     stalled, client = started_client(running, "stall"), started_client(running, "stream")
     try:
         running.systemd.systemctl("stop", "--no-block", running.unit)
-        wait_for(lambda: "drain" in running.show("StatusText"), "the drain to begin")
+        running.wait_for_drain()
         assert client.stdin is not None
         assert client.stdout is not None
         client.stdin.write("\n")
@@ -176,7 +176,7 @@ def test_a_second_signal_ends_the_drain_whoever_does_not_read(running: Service) 
             process.kill()
             process.communicate()
     assert sum(json.loads(ends).values()) == STREAMS
-    wait_for(lambda: running.show("ActiveState") == "inactive", "the stop")
+    running.wait_for(lambda: running.show("ActiveState") == "inactive", "the stop")
     assert (running.show("Result"), running.show("ExecMainStatus")) == ("success", "0")
     assert running.processes() == []
 
@@ -196,7 +196,7 @@ def test_a_killed_daemon_leaves_nothing_and_comes_back(running: Service) -> None
     running.signal(daemon, "KILL")
     running.wait_for_restart(pid)
     assert not set(running.processes()) & {daemon, *engine}
-    wait_for(running.is_active, "the service to be active again")
+    running.wait_for(running.is_active, "the service to be active again")
     assert client_status(running)["state"] == "ready"
 
 
@@ -221,7 +221,7 @@ def test_a_killed_engine_is_replaced_and_a_load_can_be_stopped(running: Service)
     running.wait_for_restart(pid)
     assert not set(running.processes()) & set(engine)
     assert running.show("ActiveState") == "activating"
-    wait_for(lambda: len(running.processes()) > 1, "the load to have made processes")
+    running.wait_for(lambda: len(running.processes()) > 1, "the load to have made processes")
     running.stop()
     assert running.show("Result") == "success"
     assert running.processes() == []
