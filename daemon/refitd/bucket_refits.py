@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from refit_protocol.broadcast import BroadcastLayout
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import (
     AbortRefit,
@@ -166,7 +165,7 @@ class BucketRefits:
                 refit.require_unfinished()
                 async with self._window.ended_by_failure(refit):
                     await self._receive_some(refit)
-        return BroadcastLayout(tuple(refit.announced.values()), refit.source.broadcast_bytes).size_bytes
+        return refit.source.broadcasts_of(tuple(refit.announced.values())).size_bytes
 
     async def _receive_some(self, refit: OpenRefit) -> None:
         """The workers' wait ends before ours: else a trainer that is slow would pass for an engine that hangs."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from refit_protocol.broadcast import BroadcastLayout
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.tensors import Segment, TensorShape
 from refitd.groups import Group
@@ -22,8 +23,8 @@ COMMANDS = {
 class Source:
     """Known to the workers under the same id; `replayed` once a refit from it was plain copies alone.
 
-    `session` is the writer's; a `group` has other ranks of the trainer, which lend memory too. `broadcast_bytes` is the
-    size of a collective source's pieces.
+    `session` is the writer's; a `group` has other ranks of the trainer, which lend memory too. `broadcasts` are those
+    of a collective source's last refit.
     """
 
     id: int
@@ -31,7 +32,7 @@ class Source:
     kind: Literal["inplace", "bucket", "collective"]
     segments: tuple[Segment, ...]
     replayed: bool = False
-    broadcast_bytes: int = 0
+    broadcasts: BroadcastLayout | None = None
     announced: dict[str, TensorShape] | None = None
     group: Group | None = None
 
@@ -53,6 +54,11 @@ class Source:
         if not 0 <= bucket < len(self.segments):
             raise ProtocolError(ErrorCode.INVALID_DESCRIPTOR, f"bucket {bucket} of {len(self.segments)}")
         return self.segments[bucket].size_bytes
+
+    def broadcasts_of(self, tensors: tuple[TensorShape, ...]) -> BroadcastLayout:
+        assert self.broadcasts is not None, "a collective source has joined its group"
+        self.broadcasts = self.broadcasts.of(tensors)
+        return self.broadcasts
 
     def note_written(self, answers: Iterable[Mapping[str, Any]]) -> None:
         """What the workers say of a refit that wrote all of it."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import msgspec
 
+from refit_protocol.broadcast import BroadcastLayout
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import CollectiveJoined, JoinCollective, OpenSource, SourceOpened
 from refit_protocol.states import NOT_SERVABLE, EngineState
@@ -93,7 +94,7 @@ class Sources:
         except ProtocolError:
             await self.close(source)
             raise
-        source.broadcast_bytes = joined.bucket_bytes
+        source.broadcasts = BroadcastLayout((), joined.bucket_bytes)
         return joined
 
     async def close(self, source: Source) -> None:

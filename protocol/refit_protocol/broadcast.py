@@ -39,6 +39,10 @@ class BroadcastLayout:
     tensors: tuple[TensorShape, ...]
     bucket_bytes: int
 
+    def of(self, tensors: tuple[TensorShape, ...]) -> BroadcastLayout:
+        """This very layout if it is of these tensors, for working it out takes a while; else theirs."""
+        return self if tensors == self.tensors else BroadcastLayout(tensors, self.bucket_bytes)
+
     @cached_property
     def broadcasts(self) -> Sequence[Broadcast]:
         return list(self._broadcasts())

@@ -97,6 +97,23 @@ def test_order_never_matters(daemon: Daemon, in_place: str) -> None:
         assert group.refit(dict(tensors)).digest == in_place
 
 
+def test_what_is_announced_may_change_from_one_refit_to_the_next(daemon: Daemon, in_place: str) -> None:
+    """The same twice, another order, the same order again, a part alone, another dtype: none is taken for another."""
+    tensors = tensors_of(1)
+    turned = dict(reversed(tensors.items()))
+    first, *_ = tensors
+    with daemon.collective(bucket_bytes=64 << 10) as group:
+        for weights in (tensors, tensors, turned, turned, tensors):
+            group.refit(tensors_of(0))
+            assert group.refit(weights).digest == in_place
+            assert group.refit(weights).digest == in_place
+        group.refit(tensors_of(0))
+        group.refit(tensors, only=[first])
+        group.refit(tensors, only=[first])
+        assert group.refit({name: tensor.float() for name, tensor in tensors.items()}).digest == in_place
+        assert group.refit(tensors).digest == in_place
+
+
 def test_modules_iterators_and_strided_tensors_can_be_sent(daemon: Daemon, in_place: str) -> None:
     """An iterator with its specs; transposed memory; a plain module."""
     model = random_model("qwen3", seed=1)

@@ -74,6 +74,15 @@ def test_no_room_is_left_where_a_small_tensor_would_fit(tensors: tuple[TensorSha
             assert begin + announced[following.pieces[0].name].size_bytes > bucket_bytes
 
 
+@given(TENSORS, TENSORS, SIZES)
+def test_a_layout_is_kept_for_the_same_tensors_and_made_for_others(
+    tensors: tuple[TensorShape, ...], others: tuple[TensorShape, ...], bucket_bytes: int
+) -> None:
+    layout = BroadcastLayout(tensors, bucket_bytes)
+    assert layout.of(tuple(tensors)) is layout
+    assert layout.of(others) == BroadcastLayout(others, bucket_bytes)
+
+
 @pytest.mark.parametrize(
     "other",
     [

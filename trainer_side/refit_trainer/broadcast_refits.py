@@ -47,10 +47,16 @@ class BroadcastRefit(OneRefit):
 
     async def begin(self, tensors: Sequence[TensorShape], options: CommitOptions, *, partial: bool) -> None:
         """Everything is validated and the gate shut when this returns; then the workers await the broadcasts."""
-        command = BeginRefit(epoch=self._epoch, source=self._source, tensors=list(tensors), partial=partial, **options)
+        announced = list(tensors)
+        again = self._role.take_announced(self._source) == announced
+        said = [] if again else announced
+        command = BeginRefit(
+            epoch=self._epoch, source=self._source, tensors=said, again=again, partial=partial, **options
+        )
         with self._begins():
             began = await self._connection.request(command, RefitBegan, timeout_seconds=self._timeout_seconds)
         self._number = began.refit
+        self._role.note_announced(self._source, announced)
         self._receiving = asyncio.create_task(
             self._go_on(ReceiveBroadcast(epoch=self._epoch, refit=began.refit), BroadcastReceived)
         )
@@ -120,6 +126,7 @@ async def join_group(
 
 async def leave_group(connection: Connection, role: WriterRole, source: int, *, timeout_seconds: float) -> None:
     """Does nothing where the daemon has dropped the source already."""
+    role.take_announced(source)
     with contextlib.suppress(RefitdError):
         async with role.writing(timeout_seconds) as epoch:
             command = CloseSource(epoch=epoch, source=source)

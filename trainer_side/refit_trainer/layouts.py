@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
+from functools import cache
 from typing import TYPE_CHECKING, TypeAlias
 
 from refit_protocol.errors import ErrorCode
@@ -90,7 +91,12 @@ def selected(tensors: Iterable[NamedTensor], names: frozenset[str]) -> Iterator[
 
 def dtype_of(tensor: torch.Tensor) -> DType:
     """Raises `NotShareable` for dtypes that the wire does not know."""
-    name = str(tensor.dtype).removeprefix("torch.")
+    return _dtype_of(tensor.dtype)
+
+
+@cache
+def _dtype_of(dtype: torch.dtype) -> DType:
+    name = str(dtype).removeprefix("torch.")
     try:
         return DType(name)
     except ValueError:

@@ -38,8 +38,8 @@ def own_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Under the module's own names: each parameter once, and persistent buffers as often as modules register them."""
     named: list[tuple[str, torch.Tensor]] = list(module.named_parameters())
     for prefix, owner in module.named_modules():
-        for name, buffer in owner.named_buffers(recurse=False):
-            if name not in owner._non_persistent_buffers_set:
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and name not in owner._non_persistent_buffers_set:
                 named.append((f"{prefix}.{name}" if prefix else name, buffer))
     return named
 

@@ -102,6 +102,7 @@ class BroadcastGroup:
         self._timeout_seconds = timeout_seconds
         self._buffers: list[torch.Tensor] = []
         self._end: threading.Thread | None = None
+        self._layout = BroadcastLayout((), terms.bucket_bytes)
         self.terms = terms
         self.closed = False
 
@@ -212,12 +213,12 @@ class BroadcastGroup:
         """Raises `LayoutMismatch` for an iterator of which nobody says what it will yield."""
         if isinstance(weights, Mapping):
             shapes = tuple(layout_of(named_pairs(weights.items())).values())
-            return iter(weights.items()), BroadcastLayout(shapes, self.terms.bucket_bytes)
+            return iter(weights.items()), self._layout_of(shapes)
         if specs is None:
             raise LayoutMismatch(
                 "pass specs= with an iterator: what it yields, in that order, is announced before it starts"
             )
-        return named_pairs(weights), BroadcastLayout(tuple(specs), self.terms.bucket_bytes)
+        return named_pairs(weights), self._layout_of(tuple(specs))
 
     def packed(self, tensors: Iterator[NamedTensor], layout: BroadcastLayout) -> Iterator[PackedBroadcast]:
         """What `sending` sends, packed on the calling thread and its stream."""
@@ -271,6 +272,10 @@ class BroadcastGroup:
         self.close()
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _layout_of(self, shapes: tuple[TensorShape, ...]) -> BroadcastLayout:
+        self._layout = self._layout.of(shapes)
+        return self._layout
 
     def _is_full(self, under_way: Sequence[PackedBroadcast]) -> bool:
         """Whether the next piece might be packed over one that is being sent, or keep more of an iterator's tensors

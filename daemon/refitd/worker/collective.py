@@ -243,14 +243,13 @@ class CollectiveSource(BucketSource):
         self.reception: Reception | None = None
         self.ending: GroupEnd | None = None
         self._layout = BroadcastLayout((), size_bytes)
+        self._places: tuple[Announcement | None, list[torch.Tensor | None]] = None, []
 
     def begin(self, weights: EngineWeights, refit: BucketRefit) -> Reception:
         """Everything announced has been validated: tells the sender, and awaits the first broadcast."""
-        tensors = tuple(refit.announced.tensors.values())
-        if tensors != self._layout.tensors:
-            self._layout = BroadcastLayout(tensors, self._layout.bucket_bytes)
-        places = [self._place(weights, refit.announced, broadcast) for broadcast in self._layout.broadcasts]
+        self._layout = self._layout.of(tuple(refit.announced.tensors.values()))
         self.group.begin(self._layout.fingerprint)
+        places = self._places_of(weights, refit.announced)
         self.reception = Reception(self.group, refit, self._layout, self._buffers, places)
         return self.reception
 
@@ -259,7 +258,15 @@ class CollectiveSource(BucketSource):
         posted = [] if self.reception is None else self.reception.posted
         self.reception = None
         self.ending = self.group.close(posted)
+        self._places = None, []
         super().close()
+
+    def _places_of(self, weights: EngineWeights, announced: Announcement) -> list[torch.Tensor | None]:
+        """Those of the last refit, where it announced the same with the same plan."""
+        if self._places[0] is not announced:
+            places = [self._place(weights, announced, broadcast) for broadcast in self._layout.broadcasts]
+            self._places = announced, places
+        return self._places[1]
 
     def _place(self, weights: EngineWeights, announced: Announcement, broadcast: Broadcast) -> torch.Tensor | None:
         """The engine's own memory for a broadcast that is all one run of one parameter, as it is; else None."""

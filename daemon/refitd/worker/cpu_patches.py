@@ -53,7 +53,7 @@ def renew_shadows(model: torch.nn.Module) -> None:
     if not current_platform.is_cpu():
         return
     for module in model.modules():
-        shadow = getattr(module, "cpu_linear", None)
+        shadow = vars(module).get("cpu_linear")
         if isinstance(shadow, PackedLinear):
             shadow.forget()
     for layer, experts in _patched_experts(model):
