@@ -333,7 +333,7 @@ class Engine:
         What vLLM has accepted once it accepts again: most requests of a trainer differ in nothing but the prompt, which
         `prompts` has checked.
         """
-        from refitd import compat
+        from refitd import compat, compat_grammar
 
         kind = RequestKind(msgspec.msgpack.encode(sampling), max_tokens, tuple(stop_token_ids), priority, adapter)
         accepted = self._accepted.get(kind)
@@ -344,6 +344,7 @@ class Engine:
             prepared = self.llm.prepare(token_ids, params, priority=priority, adapter=adapter)
         except compat.REFUSALS as error:
             raise ProtocolError(ErrorCode.INVALID_SAMPLING, str(error)) from None
+        compat_grammar.check_grammar(params.structured_outputs)
         if len(self._accepted) == MAX_ACCEPTED:
             self._accepted.clear()
         self._accepted[kind] = compat.with_prompt(prepared, [])

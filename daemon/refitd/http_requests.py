@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refitd.adapters import AdapterUses
+from refitd.compat_grammar import check_grammar
 from refitd.engine import StepOutput
 from refitd.gate import Gate
 from refitd.http_call import HttpCall, current_call
@@ -49,6 +50,7 @@ class HttpRequests:
         call = current_call.get()
         assert call is not None, "vLLM generated outside of a request"
         call.require_exact()
+        check_grammar(sampling_params.structured_outputs)
         first = call.trace.reserve(sampling_params.n)
         return self._generate(call, first, prompt, sampling_params, request_id, options)
 

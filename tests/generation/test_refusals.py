@@ -119,6 +119,11 @@ def test_every_extreme_that_can_be_is_let_through() -> None:
             ErrorCode.INVALID_SAMPLING,
             "nothing",
         ),
+        (
+            {"sampling": Sampling(structured=StructuredOutputs(grammar="root ::= root"))},
+            ErrorCode.INVALID_SAMPLING,
+            "allows no text at all",
+        ),
         ({"sampling": Sampling(structured={"regex": "a", "backend": "x"})}, ErrorCode.MALFORMED_MESSAGE, "backend"),
         ({"sampling": Sampling(temperature=2.5)}, ErrorCode.INVALID_SAMPLING, "temperature"),
     ],

@@ -164,6 +164,8 @@ def test_an_id_that_is_none_is_refused_and_harms_nobody(
         ("chat/completions", {"messages": [USER], "max_tokens": 0}),
         ("chat/completions", {"messages": [USER], "min_version": "new"}),
         ("chat/completions", {"messages": [USER], "use_beam_search": True, "n": 2}),
+        ("chat/completions", {"messages": [USER], "structured_outputs": {"grammar": "root ::= root"}}),
+        ("completions", {"prompt": [5], "structured_outputs": {"grammar": "root ::= root"}}),
     ],
 )
 def test_empty_and_impossible_requests_are_refused(
