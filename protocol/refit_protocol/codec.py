@@ -24,6 +24,9 @@ from refit_protocol.messages import ReplyHeader, RequestHeader
 
 MAGIC = b"RFT1"
 MAX_REASON = 400
+# A header has three keys; what is searched for an id may be anything.
+SALVAGED_KEYS = 8
+SALVAGED_TEXT_BYTES = 64
 
 Frame = bytes | memoryview
 
@@ -92,14 +95,30 @@ def decode_reply(frames: Sequence[Frame], limits: CodecLimits = REPLY_LIMITS) ->
 
 
 def salvage_request_id(frames: Sequence[Frame], limits: CodecLimits = DEFAULT_LIMITS) -> int:
-    """The id in a header that is a map but no known request, so that its refusal can be matched; 0 if there is none."""
-    try:
-        _check_frames(frames, limits)
-        native = _unpack(frames[1], limits)
-    except ProtocolError:
+    """The id in a header that is a map, so that the refusal of whatever is wrong with it can be matched; 0 without one.
+
+    Where it stands behind something broken, or behind many other keys, it is not looked for.
+    """
+    if len(frames) < 2 or frames[0] != MAGIC:
         return 0
-    request_id = native.get("id") if isinstance(native, dict) else None
+    try:
+        request_id = _first_value(frames[1][: limits.header_bytes], "id")
+    except (ValueError, OverflowError, msgpack.UnpackException):
+        return 0
     return request_id if type(request_id) is int and 0 < request_id < 1 << 64 else 0
+
+
+def _first_value(packed: Frame, wanted: str) -> Any:
+    """Nothing is made of the values of other keys, so that no limit on them is needed."""
+    unpacker = msgpack.Unpacker(
+        raw=False, max_array_len=0, max_map_len=0, max_str_len=SALVAGED_TEXT_BYTES, max_buffer_size=len(packed) or 1
+    )
+    unpacker.feed(packed)
+    for _ in range(min(unpacker.read_map_header(), SALVAGED_KEYS)):
+        if unpacker.unpack() == wanted:
+            return unpacker.unpack()
+        unpacker.skip()
+    return None
 
 
 def _check_frames(frames: Sequence[Frame], limits: CodecLimits) -> None:

@@ -159,8 +159,16 @@ def test_refusal_can_be_matched_to_its_request() -> None:
     """The id is found even where the rest of the header makes no sense."""
     header = {"id": 9, "body": {"type": "Dance"}, "more": float("nan")}
     assert salvage_request_id([MAGIC, msgpack.packb(header)]) == 9
+    for body in ({5: 1.0}, [0] * 9, [[[[[]]]]], "x" * 17, msgpack.ExtType(1, b"x"), msgpack.Timestamp(0, 0)):
+        for broken in ({"id": 9, "body": body}, {"body": body, "id": 9}):
+            assert salvage_request_id([MAGIC, msgpack.packb(broken)], SMALL) == 9
+    for blobs in ([b"x" * 1000], [b""] * 100):
+        assert salvage_request_id([MAGIC, msgpack.packb(header), *blobs], SMALL) == 9
+    assert salvage_request_id([MAGIC, msgpack.packb({"id": 9, "body": "x" * 1000})], SMALL) == 9
     for hopeless in ({"id": "9"}, {"id": True}, {"id": 0}, {"id": -1}, [9], 9):
         assert salvage_request_id([MAGIC, msgpack.packb(hopeless)]) == 0
+    for hopeless_bytes in (b"", b"\xc1", b"\x82\xa2id", b"\xdf\xff\xff\xff\xff\x01\x02", b"\x81" + b"\x91" * 100_000):
+        assert salvage_request_id([MAGIC, hopeless_bytes]) == 0
 
 
 def test_client_ignores_what_a_newer_daemon_adds() -> None:
