@@ -13,6 +13,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import uvloop
 
@@ -238,3 +239,16 @@ def test_use_after_fork_is_refused_and_the_parent_goes_on(peer: Peer, client: Da
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert client.status() == STATUS
     assert peer.goodbyes == 0
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8000/v1", None])
+def test_the_openai_base_url_is_never_none(peer: Peer, url: str | None) -> None:
+    """An OpenAI client that is given None sends its prompts to OpenAI: where the endpoint is off, it is an error."""
+    peer.answer = lambda asked: asked.reply(msgspec.structs.replace(STATUS, http_url=url))
+    with Daemon.connect(peer.endpoint) as client:
+        if url is not None:
+            assert client.openai_base_url() == url
+            return
+        with pytest.raises(RefitdError, match=r"http\.enabled") as refused:
+            client.openai_base_url()
+    assert refused.value.code is ErrorCode.UNSUPPORTED

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypedDict, TypeVar, Unpack
 
 from refit_protocol.digest import DigestMode
 from refit_protocol.endpoint import default_endpoint, socket_path
+from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import (
     AdapterLoaded,
     AdapterUnloaded,
@@ -47,7 +48,7 @@ from refit_protocol.states import EngineState
 from refit_trainer.broadcast_refits import join_group, refit_by_broadcast
 from refit_trainer.connection import Connection, ConnectionOptions
 from refit_trainer.daemon_refit import DaemonRefit, refit_in_place
-from refit_trainer.errors import RequestTimedOut
+from refit_trainer.errors import RefitdError, RequestTimedOut
 from refit_trainer.inbox import Mailbox
 from refit_trainer.link import CurveKeys
 from refit_trainer.opening import Opening
@@ -149,6 +150,19 @@ class AsyncDaemon:
                 raise RequestTimedOut(f"the engine is still {status.state.value} after {timeout_seconds:g} s")
             await asyncio.sleep(_LOOK_AGAIN_SECONDS)
         return status
+
+    async def openai_base_url(self) -> str:
+        """What an OpenAI client takes as `base_url`; `status().model.name` is its `model`.
+
+        Raises `RefitdError` (`unsupported`) where the daemon serves no such endpoint: a client given None instead would
+        send its prompts to OpenAI.
+        """
+        url = (await self.status()).http_url
+        if url is None:
+            raise RefitdError(
+                "the daemon serves no OpenAI endpoint: start it with http.enabled = true", code=ErrorCode.UNSUPPORTED
+            )
+        return url
 
     async def manifest(self) -> Manifest:
         return await self._ask(GetManifest(), Manifest)

@@ -155,6 +155,10 @@ class Daemon:
         """Returns when the engine serves; see `AsyncDaemon.wait_until_ready`."""
         return self._thread.call(self._daemon.wait_until_ready(timeout_seconds))
 
+    def openai_base_url(self) -> str:
+        """What an OpenAI client takes as `base_url`; raises where there is none: see `AsyncDaemon.openai_base_url`."""
+        return self._thread.call(self._daemon.openai_base_url())
+
     def manifest(self) -> Manifest:
         return self._thread.call(self._daemon.manifest())
 
