@@ -99,6 +99,23 @@ def test_an_engine_that_is_asked_nothing_is_dead_when_it_does_not_answer(
     asyncio.run(run())
 
 
+def test_an_engine_that_is_only_asked_whether_it_stands_still_is_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is asked after the last request, and answered at once: an engine that hangs in this moment is found, too."""
+
+    async def run() -> None:
+        async with running_app(tmp_path, monkeypatch, engine=WATCHED) as (scripted, ended):
+            asked = scripted.llm.hold("is_sleeping")
+            settling = asyncio.create_task(scripted.app.engine.settle(600.0))
+            await asked.begun.wait()
+            assert await ended is ExitCode.ENGINE_DIED
+            with pytest.raises(ProtocolError):
+                await settling
+
+    asyncio.run(run())
+
+
 def test_an_engine_that_works_may_be_late_with_its_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, supervisor: socket.socket
 ) -> None:

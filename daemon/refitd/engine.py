@@ -156,7 +156,8 @@ class Engine:
         self.on_death: Callable[[BaseException], None] = lambda _error: None
         self.on_nan: Callable[[], None] = lambda: None
         self._dead = False
-        self._waiting: set[asyncio.Timeout] = set()
+        # Each with whether its answer may take long.
+        self._waiting: dict[asyncio.Timeout, bool] = {}
         self._accepted: dict[RequestKind, PreparedRequest] = {}
 
     @property
@@ -259,7 +260,7 @@ class Engine:
     async def settle(self, timeout_seconds: float) -> None:
         """To be called when no request runs: afterwards the engine is still until the next one comes."""
         added = self.llm.requests_added
-        await self._answer(self.llm.is_sleeping(), "settling", timeout_seconds)
+        await self._answer(self.llm.is_sleeping(), "settling", timeout_seconds, lengthy=False)
         self._still_after = added
 
     async def _open_lines(self, workers: int) -> None:
@@ -272,15 +273,17 @@ class Engine:
         except (OSError, TimeoutError) as error:
             log.info("no direct lines to the workers", reason=str(error))
 
-    async def _answer(self, work: Awaitable[_Result], what: str, timeout_seconds: float) -> _Result:
+    async def _answer(
+        self, work: Awaitable[_Result], what: str, timeout_seconds: float, *, lengthy: bool = True
+    ) -> _Result:
         """Every call to the engine is bounded: one that does not come back means that the engine hangs."""
         try:
             async with asyncio.timeout(0 if self._dead else timeout_seconds) as waiting:
-                self._waiting.add(waiting)
+                self._waiting[waiting] = lengthy
                 try:
                     return await work
                 finally:
-                    self._waiting.discard(waiting)
+                    del self._waiting[waiting]
         except TimeoutError:
             if self._dead:
                 raise ProtocolError(ErrorCode.ENGINE_DEAD, f"the engine died: {what} was not answered") from None
@@ -292,8 +295,8 @@ class Engine:
 
     @property
     def is_asked(self) -> bool:
-        """Whether a call is out; each has a deadline, and an engine that misses one is dead."""
-        return bool(self._waiting)
+        """Whether a call is out that may take long; each has a deadline, and an engine that misses one is dead."""
+        return any(self._waiting.values())
 
     def end_calls(self) -> None:
         """To be called when the engine has died: vLLM leaves its callers waiting."""
