@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 from structlog.testing import capture_logs
 
@@ -19,7 +18,7 @@ from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import RefitValidated, ValidateRefit
 from refit_protocol.states import EngineState
 from refitd.app import ExitCode
-from refitd.liveness import work_seconds
+from refitd.liveness import is_work, work_seconds
 from tests.scripted_app import ScriptedApp, running_app
 
 WATCHED = {"liveness_interval_seconds": 0.01, "liveness_timeout_seconds": 0.05}
@@ -184,8 +183,21 @@ def test_the_work_of_children_that_are_gone_counts() -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as compiler:
         assert compiler.stdout is not None
         compiler.stdout.readline()
-        assert work_seconds([psutil.Process(compiler.pid)]) >= 1.0
+        worked = work_seconds()
+        assert worked is not None
+        assert worked[compiler.pid] >= 1.0
         compiler.communicate()
+
+
+def test_work_is_that_of_one_process() -> None:
+    """One that was there or has come; the timers of many idle ones are none, nor is anything while one is stopped."""
+    assert is_work({1: 5.0, 2: 5.0}, {1: 5.0, 2: 5.6}, 10.0)
+    assert is_work({1: 5.0}, {1: 5.0, 3: 0.6}, 10.0)
+    assert not is_work(dict.fromkeys(range(20), 5.0), dict.fromkeys(range(20), 5.1), 10.0)
+    assert not is_work({1: 5.0}, {1: 5.01}, 0.01)
+    assert not is_work({1: 5.0}, None, 10.0)
+    assert not is_work(None, {1: 9.0}, 10.0)
+    assert not is_work({1: 5.0}, {}, 10.0)
 
 
 def test_an_engine_that_answers_with_a_failure_is_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

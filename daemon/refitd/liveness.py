@@ -6,9 +6,9 @@ An engine does one thing at a time, so one that compiles a kernel, or computes a
 from __future__ import annotations
 
 import asyncio
-import math
+import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import psutil
 import structlog
@@ -19,8 +19,8 @@ from refitd.engine import Engine
 
 # The last part of the time for an answer, in which the processes are watched.
 WATCHED_SHARE = 0.25
-# Of one core. Idle processes and their timers use less; what compiles beside many others still gets more.
-WORKING_SHARE = 0.02
+# Of one core, for one process: the timers of an idle one use a hundredth, what compiles beside many still gets more.
+WORKING_SHARE = 0.05
 # What is counted in clock ticks says nothing below two of them.
 LEAST_WORK_SECONDS = 0.02
 STOPPED = frozenset({psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP})
@@ -96,24 +96,28 @@ class Liveness:
         if ping.done():
             return True
         # A look at all processes takes milliseconds: only now, when there is a reason.
-        processes = psutil.Process().children(recursive=True)
-        before, began = work_seconds(processes), time.monotonic()
+        before, began = work_seconds(), time.monotonic()
         await asyncio.wait({ping}, timeout=watched_seconds)
-        worked = work_seconds(psutil.Process().children(recursive=True)) - before
-        return worked >= max(LEAST_WORK_SECONDS, WORKING_SHARE * (time.monotonic() - began))
+        return is_work(before, work_seconds(), time.monotonic() - began)
 
 
-def work_seconds(processes: Iterable[psutil.Process]) -> float:
-    """Of processor time that all have used, with what their children had that are gone; minus infinity where one is
-    stopped: the others then wait for it, however busily.
+def work_seconds() -> dict[int, float] | None:
+    """Processor time of each process below this one, with that of its children that are gone.
+
+    None where one is stopped: the others then wait for it, however busily.
     """
-    return sum(map(_work_seconds, processes))
+    worked: dict[int, float] = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() in STOPPED:
+                return None
+            worked[process.pid] = sum(process.cpu_times()[:4])
+    return worked
 
 
-def _work_seconds(process: psutil.Process) -> float:
-    try:
-        if process.status() in STOPPED:
-            return -math.inf
-        return sum(process.cpu_times()[:4])
-    except psutil.NoSuchProcess:
-        return 0.0
+def is_work(before: dict[int, float] | None, after: dict[int, float] | None, seconds: float) -> bool:
+    """Whether any one of them has worked: many that idle use as much together as one that compiles beside others."""
+    if before is None or after is None:
+        return False
+    enough = max(LEAST_WORK_SECONDS, WORKING_SHARE * seconds)
+    return any(worked - before.get(process, 0.0) >= enough for process, worked in after.items())
