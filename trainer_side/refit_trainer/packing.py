@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import cycle
 from math import prod
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from refit_protocol.broadcast import BroadcastLayout
 from refit_protocol.tensors import BucketPiece, TensorShape, aligned
@@ -149,15 +148,16 @@ def copy_range(tensor: torch.Tensor, first: int, flat: torch.Tensor) -> None:
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Runs on the CPU by the calling thread alone: PyTorch's threads would fight the engine's for its cores."""
+    """Runs on the CPU by the calling thread alone: PyTorch's threads would fight the engine's for its cores.
+
+    By address there, since views cost more than the bytes of an expert of a small model, and models have thousands.
+    """
     if source.is_cpu and target.is_cpu and source.is_contiguous():
-        np.copyto(_bytes_of(target), _bytes_of(source))
+        assert target.is_contiguous(), "places lie in flat buckets"
+        assert (target.dtype, target.numel()) == (source.dtype, source.numel()), "places are made for their tensors"
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
     else:
         target.copy_(source)
-
-
-def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    return tensor.view(-1).view(torch.uint8).numpy()
 
 
 def _copy_rows(tensor: torch.Tensor, first: int, flat: torch.Tensor) -> None:
