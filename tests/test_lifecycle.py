@@ -9,6 +9,7 @@ import pytest
 
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import LoadModel, ModelLoaded
+from refit_trainer import AsyncDaemon, RefitdError
 from refitd.app import ExitCode
 from refitd.engine import EngineInfo, StartupError
 from tests.scripted_app import ScriptedApp, build_app, worker_refusal
@@ -42,6 +43,33 @@ def test_a_start_that_fails_late_ends_the_daemon_all_the_same(
         if deferred:
             assert (await load(scripted)).code is ErrorCode.ENGINE_ERROR
         assert await ended is ExitCode.STARTUP
+
+    asyncio.run(run())
+
+
+def test_a_trainer_that_waits_is_told_why_the_load_failed(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon that knows the reason does not end before its sessions could ask for it."""
+
+    async def run() -> None:
+        waited_for = asyncio.Event()
+
+        async def refuse_later(info: EngineInfo) -> None:
+            await waited_for.wait()
+            await refuse(info)
+
+        scripted = build_app(short_directory, monkeypatch)
+        scripted.app.lifecycle.on_loaded = [refuse_later]
+        ended = asyncio.create_task(scripted.app.run())
+        daemon = await AsyncDaemon.connect(f"ipc://{short_directory}/s")
+        waiting = asyncio.create_task(daemon.wait_until_ready())
+        waited_for.set()
+        with pytest.raises(RefitdError, match=r"no such directory; the daemon ends") as failed:
+            await waiting
+        assert failed.value.code is ErrorCode.ENGINE_ERROR
+        assert await ended is ExitCode.STARTUP
+        await daemon.close()
 
     asyncio.run(run())
 

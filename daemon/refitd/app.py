@@ -50,7 +50,7 @@ from refit_protocol.messages import (
     WakeUp,
 )
 from refit_protocol.states import EngineEvent, EngineState
-from refitd import __version__, load_progress, orphans, parent_death, shared_memory, temporary
+from refitd import __version__, engine_failure, load_progress, orphans, parent_death, shared_memory, temporary
 from refitd import log as logging_setup
 from refitd.adapters import Adapters
 from refitd.commit import Commit
@@ -76,6 +76,8 @@ from refitd.sessions import Sessions
 LOAD_EXTENSION_SECONDS = 3600.0
 LAST_REPLIES_SECONDS = 2.0
 LAST_LOOK_SECONDS = 0.25
+# Trainers that wait for a model ask every 0.2 s whether it is there.
+LAST_WORDS_SECONDS = 1.0
 STATUS_AFTER_SECONDS = 0.002
 # There is no engine yet, or none any more.
 NO_ENGINE = frozenset({EngineState.UNLOADED, EngineState.LOADING, EngineState.DEAD})
@@ -127,7 +129,7 @@ def serve(config: Config, environment: MutableMapping[str, str], reload: Reload,
         log.error(str(error))
         return ExitCode.STARTUP
     finally:
-        temporary.clear(config.runtime_directory)
+        _remove_files(config)
         lock.release()
 
 
@@ -143,11 +145,18 @@ def _settle_orphans(config: Config, environment: MutableMapping[str, str], *, re
     shared_memory.clear(config.runtime_directory)
     orphans.mark(environment, config.runtime_directory, gpus)
     load_progress.prepare(environment, config.runtime_directory)
+    engine_failure.prepare(environment, config.runtime_directory)
     temporary.clear(config.runtime_directory)
     try:
         temporary.prepare(environment, config.runtime_directory)
     except OSError as error:
         raise StartupError(f"no temporary directory: {error}") from error
+
+
+def _remove_files(config: Config) -> None:
+    """What the engine's processes have left in the file system, where they could not do it themselves."""
+    for remove in (temporary.clear, load_progress.forget, engine_failure.forget):
+        remove(config.runtime_directory)
 
 
 def raise_descriptor_limit() -> None:
@@ -209,16 +218,19 @@ class App:
             if not self._config.defer_load:
                 await self._load_or_stop()
             await self._serve_until_stopped()
-        except ConfigError as error:
-            log.error(str(error))
-            return ExitCode.CONFIGURATION
-        except StartupError as error:
+        except (ConfigError, StartupError) as error:
             log.error(str(error))
             log.debug("why", exc_info=error)
-            return ExitCode.STARTUP
+            await self._tell_who_waits()
+            return ExitCode.CONFIGURATION if isinstance(error, ConfigError) else ExitCode.STARTUP
         finally:
             await self._end()
         return self._exit_code
+
+    async def _tell_who_waits(self) -> None:
+        """Sessions that wait for the model read in the status why there will be none."""
+        if len(self.sessions):
+            await asyncio.sleep(LAST_WORDS_SECONDS)
 
     @property
     def _exit_code(self) -> ExitCode:
@@ -337,7 +349,7 @@ class App:
         """vLLM's load cannot be interrupted; our end ends its children, who watch us."""
         log.info("stopped while the model was loading")
         self._notifier.stopping()
-        temporary.clear(self._config.runtime_directory)
+        _remove_files(self._config)
         self._lock.release()
         os._exit(self._exit_code)
 
@@ -362,7 +374,9 @@ class App:
         """Whoever waits for the engine is told, also while the daemon is stopping: then there is nothing to drain."""
         if self.gate.state is EngineState.DEAD:
             return
-        log.error("the engine died", reason=str(error) or type(error).__name__)
+        reason = engine_failure.read(self._config.runtime_directory) or str(error) or type(error).__name__
+        log.error("the engine died", reason=reason)
+        self.gate.failed(ProtocolError(ErrorCode.ENGINE_DEAD, f"the engine died: {reason}"))
         self.engine.end_calls()
         self.gate.step(EngineEvent.DIED)
         self._tend(self._spawn(self._abort_requests(ErrorCode.ENGINE_DEAD), "abort-after-death"))

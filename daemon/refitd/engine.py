@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
 import structlog
+from pydantic import ValidationError
 
 from refit_protocol.awake import awake
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import ManifestTensor, ModelInfo, Sampling
+from refitd import engine_failure
 from refitd.config import Config, ConfigError, LoraConfig
+from refitd.engine_failure import one_line
 from refitd.lines import LineClosedError, Lines, encoded, open_lines
 from refitd.ranks import combine_manifests
 
@@ -183,8 +186,12 @@ class Engine:
             raise
         # vLLM raises whatever its configuration, loaders and child processes raise; the operator needs the reason.
         except Exception as error:
-            raise StartupError(f"the engine did not start: {error}") from error
+            raise StartupError(f"the engine did not start: {self._failure(error)}") from error
         return self.info
+
+    def _failure(self, error: Exception) -> str:
+        """What failed in an engine process, if it has said so; `error` is what reached this one."""
+        return engine_failure.read(self._config.runtime_directory) or one_line(error)
 
     async def _describe(self, load_seconds: float) -> EngineInfo:
         workers = await self.call_workers("refitd_describe", timeout_seconds=120.0)
@@ -529,9 +536,19 @@ def _start(config: Config) -> StampedLLM:
     unknown = sorted(set(arguments) - compat.engine_argument_names())
     if unknown:
         raise ConfigError(f"engine.extra: vLLM {compat.VLLM_VERSION} has no engine argument {', '.join(unknown)}")
-    llm = compat.StampedLLM.from_engine_args(compat.AsyncEngineArgs(**arguments))
+    try:
+        llm = compat.StampedLLM.from_engine_args(compat.AsyncEngineArgs(**arguments))
+    except ValidationError as error:
+        raise ConfigError(f"vLLM refuses this configuration: {_refusal(error)}") from error
     assert isinstance(llm, compat.StampedLLM)
     return llm
+
+
+def _refusal(error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    reason = " ".join(first["msg"].removeprefix("Value error, ").split())
+    return f"{where}: {reason}" if where else reason
 
 
 def engine_arguments(config: Config) -> dict[str, Any]:

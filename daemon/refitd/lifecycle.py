@@ -91,8 +91,15 @@ class Lifecycle:
             return await self._begin_service()
         # The boundary of a task: half an engine cannot be tried again in the same process, whatever it failed of.
         except Exception as error:
-            self.on_failed(error)
+            self._fail(error)
             raise
+
+    def _fail(self, error: Exception) -> None:
+        """Whoever asks for the status until the daemon ends learns why."""
+        self._gate.failed(ProtocolError(ErrorCode.ENGINE_ERROR, str(error) or type(error).__name__))
+        if self._gate.state is not EngineState.DEAD:
+            self._gate.step(EngineEvent.DIED)
+        self.on_failed(error)
 
     async def _begin_service(self) -> EngineInfo:
         if problem := self.room_problem():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypedDict, TypeVar, Unpack
 
 from refit_protocol.digest import DigestMode
 from refit_protocol.endpoint import default_endpoint, socket_path
-from refit_protocol.errors import ErrorCode
+from refit_protocol.errors import ErrorCode, Fault
 from refit_protocol.messages import (
     AdapterLoaded,
     AdapterUnloaded,
@@ -142,10 +142,12 @@ class AsyncDaemon:
     async def wait_until_ready(self, timeout_seconds: float = SLOW_SECONDS) -> Status:
         """Returns when the engine serves, as it does some time after the daemon has begun to answer.
 
-        Raises `RequestTimedOut`, or what ends a daemon whose load fails.
+        Raises `RequestTimedOut`, or `RefitdError` with the reason why the engine did not start or died.
         """
         give_up_at = time.monotonic() + timeout_seconds
         while (status := await self.status()).state is not EngineState.READY:
+            if status.state is EngineState.DEAD:
+                raise _why_dead(status)
             if time.monotonic() > give_up_at:
                 raise RequestTimedOut(f"the engine is still {status.state.value} after {timeout_seconds:g} s")
             await asyncio.sleep(_LOOK_AGAIN_SECONDS)
@@ -387,6 +389,14 @@ async def _open(endpoint: str, timeout_seconds: float, options: ConnectOptions) 
     )
     await connection.open(timeout_seconds)
     return AsyncDaemon(connection, options.get("request_seconds", timeout_seconds), options)
+
+
+def _why_dead(status: Status) -> RefitdError:
+    """A daemon whose engine did not start or died says so for a moment before it ends."""
+    if status.last_error is None:
+        return RefitdError("the engine has died, the daemon ends", code=ErrorCode.ENGINE_DEAD, fault=Fault.ENGINE)
+    message = f"{status.last_error.message}; the daemon ends"
+    return RefitdError(message, code=status.last_error.code, fault=Fault.ENGINE)
 
 
 def same(delta: Delta) -> Delta:
