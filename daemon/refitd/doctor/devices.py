@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 
-from refitd.doctor.finding import Finding, failed, passed, warned
+from refitd.doctor.finding import Finding, failed, passed, skipped, warned
 
 # Less than this left on a device means that somebody else works there.
 FREE_FRACTION_WARNED = 0.2
+
+
+NOT_LOOKED = "there are NVIDIA devices, and no binding to ask them: pip install nvidia-ml-py"
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,11 @@ def read_gpus() -> list[Gpu]:
         pynvml.nvmlShutdown()
 
 
+def can_look() -> bool:
+    """Whether an empty `read_gpus` means that there is none."""
+    return find_spec("pynvml") is not None or not any(Path("/dev").glob("nvidia[0-9]*"))
+
+
 def visible_uuids(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[str]:
     """The UUIDs that CUDA_VISIBLE_DEVICES leaves, given as numbers, UUIDs or beginnings of them."""
     every = [uuid for gpu in gpus for uuid in gpu.uuids]
@@ -60,7 +70,7 @@ def visible_uuids(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[s
 
 def check_devices(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> Iterator[Finding]:
     if not gpus:
-        yield passed("devices", "no NVIDIA device: CPU")
+        yield passed("devices", "no NVIDIA device: CPU") if can_look() else skipped("devices", NOT_LOOKED)
         return
     visible = visible_uuids(gpus, environment)
     if not visible:
@@ -74,6 +84,9 @@ def check_same_devices(daemon: Sequence[str], gpus: Sequence[Gpu], environment: 
     """From the trainer's side: CUDA memory is shared on one device only, be it called 0 here and 3 there."""
     on_gpu = [device for device in daemon if device.startswith(("GPU-", "MIG-"))]
     if not on_gpu:
+        return
+    if not can_look():
+        yield skipped("same device", f"{NOT_LOOKED}; the daemon is on {', '.join(on_gpu)}")
         return
     mine = visible_uuids(gpus, environment)
     if common := sorted(set(on_gpu) & set(mine)):

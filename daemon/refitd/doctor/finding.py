@@ -11,6 +11,7 @@ class Verdict(StrEnum):
     PASS = "pass"
     WARN = "warn"
     FAIL = "fail"
+    SKIP = "skip"
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,11 @@ def warned(check: str, found: str, advice: str) -> Finding:
 
 def failed(check: str, found: str, advice: str) -> Finding:
     return Finding(check, Verdict.FAIL, found, advice)
+
+
+def skipped(check: str, reason: str) -> Finding:
+    """What was not looked at, and why not."""
+    return Finding(check, Verdict.SKIP, reason)
 
 
 def any_failed(findings: Iterable[Finding]) -> bool:

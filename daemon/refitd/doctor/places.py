@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from refit_protocol.endpoint import socket_path
-from refitd import orphans
-from refitd.doctor.finding import Finding, failed, passed, warned
-from refitd.model_files import model_problem
+from refitd.doctor.finding import Finding, failed, passed, skipped, warned
+from refitd.doctor.software import NO_SERVICE
 
 
 def check_runtime_directory(directory: Path) -> Finding:
@@ -59,21 +58,14 @@ def check_port(host: str, port: int) -> Finding:
 
 
 def check_orphans(runtime_directory: Path, devices: Sequence[str]) -> Finding:
+    try:
+        from refitd import orphans
+    except ModuleNotFoundError:
+        return skipped("orphans", NO_SERVICE)
     found = orphans.find(runtime_directory, devices)
     if not found:
         return passed("orphans", "no engine of an earlier run")
     return failed("orphans", "; ".join(map(str, found)), "refitd serve --replace ends them")
-
-
-def check_model(model: str) -> Finding:
-    """A directory is looked into; a name is vLLM's to find."""
-    path = Path(model).expanduser()
-    if not path.is_absolute() and not path.is_dir():
-        return passed("model", f"{model} is for vLLM to find")
-    problem = model_problem(path)
-    if problem is not None:
-        return failed("model", problem, "correct model in the configuration, or fetch the files again")
-    return passed("model", str(path))
 
 
 def _check_silent_path(path: Path) -> Finding:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from refitd.doctor.finding import Finding, Verdict, any_failed
 
-STYLES = {Verdict.PASS: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
+STYLES = {Verdict.PASS: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red", Verdict.SKIP: "dim"}
 
 
 def as_table(findings: Sequence[Finding]) -> RenderableType:

