@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from refit_protocol.endpoint import default_directory, default_endpoint
 from refit_protocol.messages import Status
+from refit_protocol.states import EngineState
 from refitd import parent_death
 
 parent_death.install_from_environment()
@@ -70,7 +71,11 @@ def serve(
 
 
 @app.command()
-def status(endpoint: EndpointOption = None, json: JsonOption = False) -> None:
+def status(
+    endpoint: EndpointOption = None,
+    json: JsonOption = False,
+    ready: Annotated[bool, typer.Option("--ready", help="Exit with 0 only if the engine serves, else with 1.")] = False,
+) -> None:
     """Says once what the daemon is doing."""
     from rich.console import Console
 
@@ -82,6 +87,8 @@ def status(endpoint: EndpointOption = None, json: JsonOption = False) -> None:
         console.print_json(status_json(seen))
     else:
         console.print(status_view(seen))
+    if ready and seen.state is not EngineState.READY:
+        sys.exit(1)
 
 
 @app.command()

@@ -268,6 +268,7 @@ def _one_line(error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         return f"unknown setting {where!r}: remove it or correct its name (docs/configuration.md lists all)"
     if first["type"] == "missing":
-        return f"setting {where!r} is missing: give it by flag, environment or configuration file"
+        variable = f"{ENVIRONMENT_PREFIX}{where.upper().replace('.', '__')}"
+        return f"setting {where!r} is missing: give it with --{where}, as {variable} or in the file of --config"
     reason = first["msg"].removeprefix("Value error, ")
     return f"setting {where!r}: {reason}" if where else reason

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,17 @@ def test_a_deferred_load_is_watched_until_it_is_ready(started_daemon: tuple[Daem
     assert (seen[-1].state, seen[-1].progress, seen[-1].load_phase) == (EngineState.READY, 1.0, None)
 
 
+def exit_code(endpoint: str, *arguments: str) -> int:
+    command = [sys.executable, "-m", "refitd", "status", "--endpoint", endpoint, *arguments]
+    return subprocess.run(command, capture_output=True, timeout=100, check=False).returncode
+
+
+def test_a_probe_passes_only_where_the_engine_serves(daemon_process: DaemonProcess, tmp_path: Path) -> None:
+    """See the next test for a daemon that answers and has no model; here is one that serves, and none."""
+    assert exit_code(daemon_process.endpoint, "--ready") == 0
+    assert exit_code(f"ipc://{tmp_path}/none", "--ready") == 1
+
+
 def test_a_deferred_load_that_fails_says_why_and_ends_the_daemon(
     model_path: Path, short_directory: Path, model: PreTrainedModel
 ) -> None:
@@ -77,8 +90,10 @@ def test_a_deferred_load_that_fails_says_why_and_ends_the_daemon(
             assert (early.value.code, early.value.retryable) == (ErrorCode.LOADING, True)
             with pytest.raises(RequestTimedOut, match="unloaded"):
                 daemon.wait_until_ready(0.1)
+            assert (exit_code(process.endpoint), exit_code(process.endpoint, "--ready")) == (0, 1)
             with pytest.raises(RefitdError, match="lower engine") as refused:
                 daemon.load_model()
             assert refused.value.code is ErrorCode.ENGINE_ERROR
         assert process.process.wait(60) == STARTUP_EXIT
         assert process.engine_pids() == []
+        assert not list((short_directory / "full").glob("load-progress.*"))

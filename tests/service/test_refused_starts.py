@@ -107,6 +107,13 @@ def test_sleep_mode_on_a_cpu(serve: Serve) -> None:
     assert_refused(serve("--set", "engine.enable_sleep_mode=true"), CONFIGURATION, "engine.enable_sleep_mode")
 
 
+def test_no_model(directory: Path) -> None:
+    """All three ways to name one are in the line."""
+    command = [sys.executable, "-m", "refitd", "serve"]
+    finished = subprocess.run(command, env={**os.environ}, capture_output=True, text=True, timeout=200, check=False)
+    assert_refused(finished, CONFIGURATION, "--model, as REFITD_MODEL or in the file of --config")
+
+
 def test_a_model_without_a_tokenizer(serve: Serve, model_path: Path, tmp_path: Path) -> None:
     """Prompts would come to nothing: refused, unless the tokenizer is said to be elsewhere or not wanted."""
     for file in model_path.iterdir():
