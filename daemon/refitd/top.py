@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
 import msgspec
 from rich.console import Group, RenderableType
@@ -78,8 +79,7 @@ def status_view(status: Status) -> RenderableType:
         parts.append(_load_bar(status))
     if status.last_refit is not None:
         parts.append(_refit_table([status.last_refit]))
-    if status.last_error is not None:
-        parts.append(Text(f"last error: {status.last_error.code}: {status.last_error.message}", "red"))
+    parts.extend(_trouble(status))
     return Group(*parts)
 
 
@@ -95,9 +95,18 @@ def top_view(history: History, endpoint: str) -> RenderableType:
         parts.append(_bar(status.state.value, None))
     if history.refits:
         parts.append(_refit_table(history.refits))
-    if status.last_error is not None:
-        parts.append(Text(f"last error: {status.last_error.code}: {status.last_error.message}", "red"))
+    parts.extend(_trouble(status))
     return Panel(Group(*parts), title=f"refitd top: {endpoint}", title_align="left")
+
+
+def _trouble(status: Status) -> Iterator[RenderableType]:
+    """The last error with its time, in the operator's zone, and what to do about a state that needs it."""
+    if status.last_error is not None:
+        when = datetime.fromtimestamp(status.last_error.unix_seconds).astimezone()
+        text = f"last error, {when:%Y-%m-%d %H:%M:%S}: {status.last_error.code}: {status.last_error.message}"
+        yield Text(text, "red")
+    if status.state is EngineState.TORN:
+        yield Text("-> refitd reload, or let the trainer refit again", "cyan")
 
 
 def _facts(status: Status) -> RenderableType:
@@ -144,9 +153,11 @@ def _bar(label: str, fraction: float | None) -> RenderableType:
 
 
 def _refit_table(refits: Sequence[RefitReport]) -> RenderableType:
-    table = Table(box=None, padding=(0, 1), header_style="dim")
+    """Fits into 80 columns, `top`'s frame included."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim", title="refits, times in ms")
+    table.title_justify = "left"
     for heading in ("version", "path", "size", "rate", "total", *PHASES):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for report in refits:
         table.add_row(*_refit_row(report))
     return table
@@ -174,7 +185,8 @@ def size_text(size_bytes: float) -> str:
 
 
 def milliseconds_text(milliseconds: float) -> str:
-    return f"{milliseconds / 1e3:.2f} s" if milliseconds >= 1000 else f"{milliseconds:.2f} ms"
+    """At most two decimals, and none where they would not be read: 8.03, 110, 1240."""
+    return f"{milliseconds:.2f}" if milliseconds < 100 else f"{milliseconds:.0f}"
 
 
 def duration_text(seconds: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import LastError, ModelInfo, RefitMilliseconds, RefitReport, Status
 from refit_protocol.states import EngineState
 from refitd.top import (
+    PHASES,
     REFITS_SHOWN,
     History,
     Moment,
@@ -66,8 +68,8 @@ def changed(status: Status, **changes: Any) -> Status:
     return msgspec.structs.replace(status, **changes)
 
 
-def text_of(renderable: RenderableType) -> str:
-    console = Console(width=140, file=io.StringIO())
+def text_of(renderable: RenderableType, width: int = 140) -> str:
+    console = Console(width=width, file=io.StringIO())
     with console.capture() as captured:
         console.print(renderable)
     return captured.get()
@@ -83,16 +85,40 @@ def test_status_shows_what_an_operator_asks_for() -> None:
         "64 running, 3 waiting",
         "trainer-0",
         "GPU-1111",
-        "8.03 ms",
+        "8.03",
         "2 h 1 min",
     ):
         assert part in shown
 
 
 def test_the_last_error_is_shown() -> None:
-    """Code and message, as the trainer that caused it saw them."""
-    error = LastError(code=ErrorCode.NOT_FINITE, message="lm_head.weight holds NaN", unix_seconds=0.0)
-    assert "not_finite: lm_head.weight holds NaN" in text_of(status_view(changed(STATUS, last_error=error)))
+    """Code and message, as the trainer that caused it saw them, and when that was."""
+    when = datetime(2026, 5, 4, 13, 14, 15).astimezone().timestamp()
+    error = LastError(code=ErrorCode.NOT_FINITE, message="lm_head.weight holds NaN", unix_seconds=when)
+    shown = text_of(status_view(changed(STATUS, last_error=error)))
+    assert "2026-05-04 13:14:15: not_finite: lm_head.weight holds NaN" in shown
+
+
+def test_a_torn_engine_says_what_to_do() -> None:
+    """It serves nothing until somebody acts."""
+    assert "-> refitd reload" in text_of(status_view(changed(STATUS, state=EngineState.TORN)))
+    assert "->" not in text_of(status_view(STATUS))
+
+
+def test_eighty_columns_are_enough() -> None:
+    """No heading and no unit is cut or wrapped in a plain terminal or a pipe, also where refits are slow."""
+    slow = RefitMilliseconds(validate=1.11, gate=59999.0, copy=98765.4, attest=99.99, publish=0.05, total=160_001.0)
+    report = msgspec.structs.replace(REPORT, version=123_456, path="loader", milliseconds=slow)
+    history = followed_by(History(), Moment(1.0, changed(STATUS, last_refit=report)))
+    for view in (status_view(changed(STATUS, last_refit=report)), top_view(history, "ipc:///run/x")):
+        shown = text_of(view, width=80)
+        [headings, row] = [line.split() for line in shown.splitlines() if "validate" in line or "123456" in line]
+        cells = [cell for cell in headings if cell != "│"]
+        assert cells == ["version", "path", "size", "rate", "total", *PHASES]
+        assert [cell for cell in row if cell != "│"] == [
+            *("123456", "loader", "16.4", "GB", "102", "MB/s", "160001"),
+            *("1.11", "59999", "98765", "99.99", "0.05"),
+        ]
 
 
 def test_loading_shows_a_bar() -> None:
