@@ -82,3 +82,14 @@ def test_a_reload_knows_what_it_cannot_change() -> None:
     before = load_config({"model": "m"}, None)
     after = load_config({"model": "m", "log": {"level": "debug"}, "refit": {"policy": "finish"}}, None)
     assert fixed_changes(before, after) == ["refit"]
+
+
+def test_the_served_name_is_short_unless_it_is_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last part of a directory, however it is written; names on a hub are left whole."""
+    (tmp_path / "qwen3-8b").mkdir()
+    monkeypatch.chdir(tmp_path / "qwen3-8b")
+    for model in (str(tmp_path / "qwen3-8b"), f"{tmp_path}/qwen3-8b/", "."):
+        assert load_config({"model": model}, None).served_model_name == "qwen3-8b"
+    assert load_config({"model": "Qwen/Qwen3-8B"}, None).served_model_name == "Qwen/Qwen3-8B"
+    named = {"model": str(tmp_path), "engine": {"served_model_name": "policy"}}
+    assert load_config(named, None).served_model_name == "policy"

@@ -174,7 +174,8 @@ class Adapters:
 
     def _check_name(self, name: str) -> None:
         info = self._engine.info
-        if not 0 < len(name) <= MAX_NAME or not name.isprintable() or (info is not None and name == info.model.name):
+        taken = () if info is None else (info.model.name, info.model.path)
+        if not 0 < len(name) <= MAX_NAME or not name.isprintable() or name in taken:
             raise _invalid(
                 f"{name!r} cannot be the name of an adapter: 1 to {MAX_NAME} characters, not the model's own"
             )

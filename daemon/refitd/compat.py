@@ -268,7 +268,7 @@ def lora_request(adapter: Adapter) -> LoRARequest:
     return LoRARequest(adapter.name, adapter.id, str(adapter.directory))
 
 
-def model_info(llm: AsyncLLM, name: str) -> ModelInfo:
+def model_info(llm: AsyncLLM, name: str, path: str) -> ModelInfo:
     model = llm.model_config
     return ModelInfo(
         name=name,
@@ -276,6 +276,7 @@ def model_info(llm: AsyncLLM, name: str) -> ModelInfo:
         max_model_len=int(model.max_model_len),
         dtype=str(model.dtype).removeprefix("torch."),
         eos_token_ids=_eos_token_ids(llm),
+        path=path,
     )
 
 

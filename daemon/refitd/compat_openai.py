@@ -94,6 +94,7 @@ class OpenAIEndpoint:
         chat.create_chat_completion = self._generating(chat.create_chat_completion)
         completion.create_completion = self._generating(completion.create_completion)
         tokenization.create_tokenize = self._tokenizing(tokenization.create_tokenize)
+        tokenization.create_detokenize = self._naming(tokenization.create_detokenize)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -125,7 +126,20 @@ class OpenAIEndpoint:
 
         return kept
 
+    def _naming(self, create: Callable[..., Any]) -> Callable[..., Any]:
+        async def named(request: Any, raw_request: Request) -> Any:
+            self._use_name(request)
+            return await create(request, raw_request)
+
+        return named
+
+    def _use_name(self, request: Any) -> None:
+        """Who asks for the configured path means the model; vLLM would list every name it is given."""
+        if request.model == self._model.path:
+            request.model = self._model.name
+
     async def _begin(self, request: Any, raw_request: Request, *, generates: bool) -> HttpCall:
+        self._use_name(request)
         body = await raw_request.json()
         messages = body.get("messages") or []
         earlier = earlier_tokens(messages, body.get("required_prefix_token_ids"), self._model.vocab_size)

@@ -186,6 +186,14 @@ class Config(BaseSettings):
     log: LogConfig = LogConfig()
     metrics: MetricsConfig = MetricsConfig()
 
+    @property
+    def served_model_name(self) -> str:
+        """The configured one; of a directory its last part, of a model on a hub its whole name."""
+        if self.engine.served_model_name is not None:
+            return self.engine.served_model_name
+        directory = Path(self.model).expanduser()
+        return directory.absolute().name if directory.is_dir() else self.model
+
     @model_validator(mode="after")
     def _http_needs_a_tokenizer(self) -> Config:
         if self.http.enabled and not self.engine.tokenizer:

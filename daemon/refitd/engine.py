@@ -199,7 +199,7 @@ class Engine:
 
         model_config = self.llm.model_config
         return EngineInfo(
-            model=compat.model_info(self.llm, self._config.engine.served_model_name or self._config.model),
+            model=compat.model_info(self.llm, self._config.served_model_name, self._config.model),
             manifest=combine_manifests(workers),
             devices=[worker["device_uuid"] or worker["device"] for worker in workers],
             vllm_version=compat.VLLM_VERSION,

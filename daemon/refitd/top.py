@@ -122,7 +122,8 @@ def _facts(status: Status) -> RenderableType:
         ("devices", ", ".join(status.devices) or "none yet"),
     ]
     if status.http_url is not None:
-        rows.append(("http", status.http_url))
+        model = "" if status.model is None else f", model {status.model.name}"
+        rows.append(("http", f"{status.http_url}{model}"))
     for name, value in rows:
         table.add_row(Text(name, "dim"), value)
     return table

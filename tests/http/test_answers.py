@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -181,3 +182,18 @@ def test_a_version_that_never_comes_is_a_typed_503(base_url: str, served: Any) -
     body = {"model": served.id, "messages": [USER], "min_version": 2**60, "wait_seconds": 0.1}
     answer = post(f"{base_url}/chat/completions", body)
     assert (answer.status_code, answer.json()["error"]["type"]) == (503, "version_unavailable")
+
+
+def test_the_models_directory_is_understood_as_its_name(
+    client: openai.OpenAI, base_url: str, served: Any, model_path: Path
+) -> None:
+    """Its last part is the name that is listed and answered with; whoever asks for the whole path means it, too."""
+    assert served.id == model_path.name
+    answer = ask(client, str(model_path), [USER], max_tokens=1)
+    assert answer.model == model_path.name
+    assert client.completions.create(model=str(model_path), prompt=[5], max_tokens=1).model == model_path.name
+    root = base_url.removesuffix("/v1")
+    assert post(f"{root}/tokenize", {"model": str(model_path), "prompt": "tell"}).status_code == 200
+    assert post(f"{root}/detokenize", {"model": str(model_path), "tokens": [5, 6]}).status_code == 200
+    with pytest.raises(openai.NotFoundError):
+        ask(client, str(model_path.parent), [USER], max_tokens=1)

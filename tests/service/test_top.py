@@ -91,6 +91,12 @@ def test_status_shows_what_an_operator_asks_for() -> None:
         assert part in shown
 
 
+def test_status_shows_where_http_clients_find_the_model() -> None:
+    """The base URL, and the name to ask for."""
+    shown = text_of(status_view(changed(STATUS, http_url="http://127.0.0.1:8000/v1")))
+    assert "http://127.0.0.1:8000/v1, model qwen3-8b" in shown
+
+
 def test_the_last_error_is_shown() -> None:
     """Code and message, as the trainer that caused it saw them, and when that was."""
     when = datetime(2026, 5, 4, 13, 14, 15).astimezone().timestamp()

@@ -34,11 +34,14 @@ class Hello(Command, frozen=True, kw_only=True):
 
 
 class ModelInfo(Detail, frozen=True, kw_only=True):
+    """`name` is what HTTP clients ask for, `path` the directory or name that the daemon was configured with."""
+
     name: str
     vocab_size: int
     max_model_len: int
     dtype: str
     eos_token_ids: list[int]
+    path: str | None = None
 
 
 class LimitInfo(Detail, frozen=True, kw_only=True):
