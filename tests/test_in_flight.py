@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 from transformers import PreTrainedModel
 
+from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import InflightPolicy
 from refit_trainer import Daemon, Delta, Sample, Sampling
 from tests.conftest import load_seed
@@ -147,12 +148,12 @@ def test_recompute_builds_its_cache_anew(daemon: Daemon, model: PreTrainedModel)
 
 
 def test_abort_ends_running_requests_with_what_they_have(daemon: Daemon, model: PreTrainedModel) -> None:
-    """They end as cancelled; their tokens so far are delivered, all of the old version."""
+    """They end as cancelled, and say by what; their tokens so far are delivered, all of the old version."""
     running = Running(daemon, model)
     first = max(running.successors)
     running.refit(1, "abort")
     assert running.rest() == [first]
-    assert running.deltas[-1].finish_reason == "cancelled"
+    assert (running.deltas[-1].finish_reason, running.deltas[-1].error) == ("cancelled", ErrorCode.ABORTED)
     assert running.tokens < 240
 
 

@@ -119,7 +119,8 @@ def test_sleep_with_requests_running_aborts_them_and_says_so(daemon: Daemon) -> 
     stream = daemon.stream([PROMPT], Sampling(max_tokens=240, ignore_eos=True))
     next(stream)
     daemon.sleep(1, policy="abort")
-    assert list(stream)[-1].finish_reason == "cancelled"
+    last = list(stream)[-1]
+    assert (last.finish_reason, last.error) == ("cancelled", ErrorCode.ABORTED)
     daemon.wake_up()
     stream = daemon.stream([PROMPT], Sampling(max_tokens=60, ignore_eos=True))
     next(stream)

@@ -309,7 +309,7 @@ class App:
         self._load_failure = error
         self._stop.set()
 
-    async def _abort_requests(self, error: ErrorCode | None) -> None:
+    async def _abort_requests(self, error: ErrorCode) -> None:
         await self.generation.abort_all(error)
         if self.http is not None:
             await self.http.abort_all(error)

@@ -121,7 +121,7 @@ class Commit:
         self.restorable_version: int | None = None
         self._kept = _Kept(None, "off")
         self.last_report: RefitReport | None = None
-        self.abort_requests: Callable[[ErrorCode | None], Awaitable[None]] = _nothing_to_abort
+        self.abort_requests: Callable[[ErrorCode], Awaitable[None]] = _nothing_to_abort
         self.on_committed: Callable[[RefitReport], None] = lambda _report: None
         self.on_failed: Callable[[ProtocolError], None] = lambda _error: None
         self.on_restored: Callable[[], None] = lambda: None
@@ -313,7 +313,7 @@ class Commit:
         if ticket.policy == "finish" and self._gate.running:
             await ticket.wait(self._gate.until_idle(ticket.remaining_seconds))
         elif ticket.policy == "abort":
-            await self.abort_requests(None)
+            await self.abort_requests(ErrorCode.ABORTED)
         if self._gate.running:
             await self._engine.freeze(
                 clear_cache=ticket.policy == "recompute", timeout_seconds=self._config.deadline_seconds
@@ -439,5 +439,5 @@ def _sleep_event(partial: bool) -> SleepEvent:
     return SleepEvent.PARTIAL_REFIT if partial else SleepEvent.FULL_REFIT
 
 
-async def _nothing_to_abort(_error: ErrorCode | None) -> None:
+async def _nothing_to_abort(_error: ErrorCode) -> None:
     return None

@@ -75,7 +75,7 @@ class OpenAIEndpoint:
         self._take_over(app.state)
         self.app = app
 
-    async def abort_all(self, error: ErrorCode | None) -> None:
+    async def abort_all(self, error: ErrorCode) -> None:
         """Ends all running requests: with what they have, or with `error`."""
         await self._requests.abort_all(error)
 

@@ -155,8 +155,8 @@ class Generation:
             if session.identity == identity:
                 self._flush(session)
 
-    async def abort_all(self, error: ErrorCode | None) -> None:
-        """Ends every running request as cancelled; its tokens so far are delivered.
+    async def abort_all(self, error: ErrorCode) -> None:
+        """Ends every running request as cancelled, by `error`; its tokens so far are delivered.
 
         Requests that still wait at the gate are not touched: it admits or refuses them itself.
         """

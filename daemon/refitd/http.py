@@ -151,7 +151,7 @@ class HttpServer:
     def open(self, app: ASGIApp) -> None:
         self._door.app = app
 
-    async def abort_all(self, error: ErrorCode | None) -> None:
+    async def abort_all(self, error: ErrorCode) -> None:
         """Ends every running request: with the tokens it has, or with `error`."""
         if self._endpoint is not None:
             await self._endpoint.abort_all(error)

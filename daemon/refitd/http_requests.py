@@ -72,9 +72,10 @@ class HttpRequests:
                 self._forget(call.trace, range(first, first + sampling_params.n))
                 self._gate.leave()
 
-    async def abort_all(self, error: ErrorCode | None) -> None:
+    async def abort_all(self, error: ErrorCode) -> None:
+        """What was only `aborted` ends with what it has: OpenAI's `finish_reason` has a word of its own for that."""
         running = dict(self._running)
-        if error is not None:
+        if error is not ErrorCode.ABORTED:
             for sequence in running.values():
                 sequence.trace.failure = ProtocolError(error, "the request was ended before it was complete")
         if running:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FINISH_REASONS: dict[str, FinishReason] = {
     "stop": "stop",
     "length": "length",
-    "abort": "cancelled",
+    "abort": "error",
     "error": "error",
     "repetition": "stop",
 }

@@ -80,7 +80,7 @@ class Power:
 
     async def _quiet(self, body: Sleep) -> None:
         if body.policy == "abort":
-            await self._commit.abort_requests(None)
+            await self._commit.abort_requests(ErrorCode.ABORTED)
         deadline = time.monotonic() + self._config.deadline_seconds
         await self._gate.until_idle(deadline - time.monotonic())
 

@@ -52,6 +52,7 @@ class ErrorCode(StrEnum):
     VERSION_UNAVAILABLE = "version_unavailable"
     TOO_MANY_REQUESTS = "too_many_requests"
     CANCELLED = "cancelled"
+    ABORTED = "aborted"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     NOT_A_NUMBER = "not_a_number"
     # the engine
@@ -117,6 +118,7 @@ ERROR_RULES: dict[ErrorCode, ErrorRule] = {
     ErrorCode.VERSION_UNAVAILABLE: _CLIENT_LATER,
     ErrorCode.TOO_MANY_REQUESTS: _DAEMON_LATER,
     ErrorCode.CANCELLED: _CLIENT,
+    ErrorCode.ABORTED: _CLIENT_LATER,
     ErrorCode.DEADLINE_EXCEEDED: _CLIENT_LATER,
     ErrorCode.NOT_A_NUMBER: _ENGINE,
     ErrorCode.LOADING: _DAEMON_LATER,

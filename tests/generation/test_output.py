@@ -107,8 +107,10 @@ def test_a_stop_names_the_token_that_it_was(output: Output) -> None:
     assert (output.finish_reason, output.stop_reason) == ("stop", 7)
 
 
-def test_an_error_of_the_engine_has_a_code(output: Output) -> None:
-    output.take(Step([], finish_reason="error"), 1)
+@pytest.mark.parametrize("reason", ["error", "abort"])
+def test_an_output_that_the_engine_gives_up_has_a_code(output: Output, reason: str) -> None:
+    """What is cancelled by us is forgotten before vLLM hears of it: an abort that it tells us of is its own."""
+    output.take(Step([], finish_reason=reason), 1)
     assert (output.finish_reason, output.error) == ("error", ErrorCode.ENGINE_ERROR)
 
 
