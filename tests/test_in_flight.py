@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import InflightPolicy
-from refit_trainer import Daemon, Delta, Sample, Sampling
+from refit_trainer import Daemon, Delta, OutputIncomplete, Sample, Sampling
 from tests.conftest import load_seed
 from tests.daemon_process import DaemonProcess
 from tests.markov import follows, make_markov
@@ -80,7 +80,7 @@ class Running:
         self._model = model
         self.successors: dict[int, npt.NDArray[np.int64]] = {}
         self.refit(0, "finish")
-        self.stream = daemon.stream([[5]], LONG)
+        self.stream = daemon.stream([[5]], LONG, incomplete="yield")
         self.deltas: list[Delta] = [next(self.stream)]
 
     def refit(self, seed: int, policy: InflightPolicy) -> int:
@@ -155,6 +155,18 @@ def test_abort_ends_running_requests_with_what_they_have(daemon: Daemon, model: 
     assert running.rest() == [first]
     assert (running.deltas[-1].finish_reason, running.deltas[-1].error) == ("cancelled", ErrorCode.ABORTED)
     assert running.tokens < 240
+
+
+def test_a_stream_that_is_aborted_raises_behind_its_last_tokens(daemon: Daemon, model: PreTrainedModel) -> None:
+    """It yields what there is, the end with its reason too; only then it says that this was not all."""
+    stream = daemon.stream([[5]], LONG)
+    received = [next(stream)]
+    daemon.refit(model, policy="abort")
+    with pytest.raises(OutputIncomplete) as cut_off:
+        received.extend(stream)
+    assert received[-1].finish_reason == "cancelled"
+    assert (cut_off.value.code, cut_off.value.samples) == (ErrorCode.ABORTED, ())
+    assert list(stream) == []
 
 
 def test_requests_that_come_right_through_updates_fit_their_version(

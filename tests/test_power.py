@@ -116,7 +116,7 @@ def test_the_level_of_a_sleep_cannot_be_changed(daemon: Daemon, first: int, seco
 
 def test_sleep_with_requests_running_aborts_them_and_says_so(daemon: Daemon) -> None:
     """With policy abort they end as cancelled; with finish they run to their end first."""
-    stream = daemon.stream([PROMPT], Sampling(max_tokens=240, ignore_eos=True))
+    stream = daemon.stream([PROMPT], Sampling(max_tokens=240, ignore_eos=True), incomplete="yield")
     next(stream)
     daemon.sleep(1, policy="abort")
     last = list(stream)[-1]

@@ -127,7 +127,7 @@ def test_streams_that_ran_into_a_torn_refit_end_with_an_error(
         daemon.release_writer()
         # With its buckets open, the next refit needs nothing of the engine before it shuts the gate.
         trainer.refit(tensors_of(0), specs=specs_of())
-        stream = daemon.stream([PROMPT], Sampling(max_tokens=240, ignore_eos=True))
+        stream = daemon.stream([PROMPT], Sampling(max_tokens=240, ignore_eos=True), incomplete="yield")
         received = [next(stream)]
         with ThreadPoolExecutor(1) as pool, standing_still(*unprotected.engine_pids()):
             refit = pool.submit(trainer.refit, failing_after(1, AFTER_THREE_BUCKETS), specs=specs_of())

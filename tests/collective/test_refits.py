@@ -158,7 +158,7 @@ def test_running_requests_meet_a_refit_as_the_policy_says(
     with daemon.collective(bucket_bytes=64 << 10) as group:
         permutation = make_markov(model, 0)
         successors[group.refit(model).version] = permutation
-        stream = daemon.stream([[5]], Sampling(max_tokens=240, temperature=0.0, ignore_eos=True))
+        stream = daemon.stream([[5]], Sampling(max_tokens=240, temperature=0.0, ignore_eos=True), incomplete="yield")
         received = [next(stream)]
         permutation = make_markov(model, 1)
         successors[group.refit(model, policy=policy).version] = permutation

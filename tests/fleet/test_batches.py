@@ -9,7 +9,7 @@ import pytest
 
 from refit_protocol.errors import ErrorCode
 from refit_protocol.states import EngineEvent
-from refit_trainer import AsyncFleet, Fleet, NoMember, RefitdError, Sample, Sampling, VersionsMixed
+from refit_trainer import AsyncFleet, Fleet, NoMember, OutputIncomplete, RefitdError, Sample, Sampling, VersionsMixed
 from refit_trainer.replies import AsyncReplies
 from tests.server.small_daemon import SmallDaemon
 
@@ -156,6 +156,36 @@ def test_cancelled_outputs_end_with_what_they_have(fleet: Fleet, small_daemons: 
     got = list(samples)
     assert {(sample.finish_reason, len(sample.token_ids)) for sample in got} == {("cancelled", 3)}
     arrived(small_daemons, 0)
+
+
+def test_what_a_daemons_end_cut_off_is_made_elsewhere(fleet: Fleet, small_daemons: list[SmallDaemon]) -> None:
+    """Whole, and in its place: nothing is to be raised."""
+    samples = fleet.generate(PROMPTS, TEN)
+    arrived(small_daemons, COUNT)
+    abort(small_daemons[0], ErrorCode.DRAINING)
+    small_daemons[0].in_loop(lambda: small_daemons[0].gate.step(EngineEvent.DRAIN_STARTED))
+    arrived(small_daemons[1:], COUNT)
+    run_all(small_daemons[1:])
+    assert sorted(sample.prompt for sample in samples if sample.complete) == [*range(COUNT)]
+
+
+def test_what_a_refit_cut_off_is_raised(fleet: Fleet, small_daemons: list[SmallDaemon]) -> None:
+    """Policy `abort` is somebody's wish, which moving would undo; the other daemons' work is given up."""
+    samples = fleet.generate(PROMPTS, TEN)
+    arrived(small_daemons, COUNT)
+    ended = len(small_daemons[0].engine.running)
+    small_daemons[0].step(3)
+    abort(small_daemons[0], ErrorCode.ABORTED)
+    with pytest.raises(OutputIncomplete) as raised:
+        list(samples)
+    assert raised.value.code is ErrorCode.ABORTED
+    assert {len(sample.token_ids) for sample in raised.value.samples} == {3}
+    assert len(raised.value.samples) <= ended
+    arrived(small_daemons, 0)
+
+
+def abort(daemon: SmallDaemon, error: ErrorCode) -> None:
+    asyncio.run_coroutine_threadsafe(daemon.generation.abort_all(error), daemon.loop).result(timeout=60)
 
 
 def test_what_waits_for_its_turn_is_cancelled_too(small_daemons: list[SmallDaemon]) -> None:

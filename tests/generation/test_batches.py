@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from refit_protocol.errors import ErrorCode
-from refit_trainer import Daemon, RefitdError, Sampling
+from refit_trainer import Daemon, OutputIncomplete, RefitdError, Sampling
 from tests.conftest import PROMPT
 from tests.generation.conftest import greedy
 
@@ -36,10 +36,27 @@ def test_results_come_as_they_are_ready(daemon: Daemon) -> None:
 
 def test_a_deadline_ends_a_request_with_what_it_has(daemon: Daemon) -> None:
     """Unfinished outputs are cancelled and say why; finished ones are not touched; the engine is free again."""
-    samples = {sample.prompt: sample for sample in daemon.generate([[7] * 255, [5]], ENDLESS, deadline_seconds=0.1)}
+    asked = daemon.generate([[7] * 255, [5]], ENDLESS, deadline_seconds=0.1, incomplete="yield")
+    samples = {sample.prompt: sample for sample in asked}
+    assert samples[0].complete
+    assert not samples[1].complete
     assert samples[1].finish_reason == "cancelled"
     assert samples[1].error is ErrorCode.DEADLINE_EXCEEDED
     assert len(samples[1].token_ids) == len(samples[1].logprobs) < 240
+    assert daemon.status().running_requests == 0
+
+
+def test_what_a_deadline_cuts_off_is_no_sample_unless_asked_for(daemon: Daemon) -> None:
+    """All that is whole comes first; then an error, which has what there is of the rest."""
+    asked = daemon.generate([[7] * 255, [5], [6]], ENDLESS, deadline_seconds=0.1)
+    assert next(asked).prompt == 0
+    with pytest.raises(OutputIncomplete, match="deadline_exceeded: output 0 of prompt 1 and 1 more ended") as cut_off:
+        next(asked)
+    assert cut_off.value.code is ErrorCode.DEADLINE_EXCEEDED
+    assert cut_off.value.retryable
+    assert [sample.prompt for sample in cut_off.value.samples] == [1, 2]
+    assert all(len(sample.token_ids) < 240 for sample in cut_off.value.samples)
+    assert list(asked) == []
     assert daemon.status().running_requests == 0
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from refit_protocol.errors import ErrorCode
-from refit_trainer import Daemon, Sampling, share_parameters
+from refit_trainer import Daemon, OutputIncomplete, Sampling, share_parameters
 from tests.canary import unharmed
 from tests.conftest import PROMPT
 from tests.daemon_process import DaemonProcess
@@ -83,8 +83,11 @@ def serving_nan(daemon: Daemon, weights_a: PreTrainedModel) -> Iterator[None]:
 @pytest.mark.usefixtures("serving_nan")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logprobs_that_are_no_numbers_are_an_error(daemon: Daemon, temperature: float) -> None:
-    """The output ends at once with a reason a program can read; the request itself has been served."""
-    sample = daemon.generate_one(PROMPT, Sampling(temperature=temperature, max_tokens=12, stop=["x"], text=True))
+    """The output ends at once with a reason a program can read, which is raised unless asked for."""
+    sampling = Sampling(temperature=temperature, max_tokens=12, stop=["x"], text=True)
+    with pytest.raises(OutputIncomplete, match="not_a_number"):
+        daemon.generate_one(PROMPT, sampling)
+    sample = daemon.generate_one(PROMPT, sampling, incomplete="yield")
     assert (sample.finish_reason, sample.error) == ("error", ErrorCode.NOT_A_NUMBER)
     assert len(sample.token_ids) == 1
 
@@ -100,6 +103,7 @@ def test_after_nan_the_engine_is_as_before(
     with unharmed(daemon), pytest.raises(Exception, match="not_finite"):
         daemon.refit(broken, check_finite=True)
     daemon.refit(broken, check_finite=False)
-    assert greedy(daemon).error is ErrorCode.NOT_A_NUMBER
+    with pytest.raises(OutputIncomplete, match="not_a_number"):
+        greedy(daemon)
     daemon.refit(weights_a)
     assert greedy(daemon).logprobs.tolist() == before.logprobs.tolist()

@@ -44,7 +44,7 @@ def work() -> None:
 def stream() -> None:
     """More work than the daemon may drain: `started`, whether new work is taken after it began, how the old ended."""
     with Daemon.connect(ENDPOINT) as daemon:
-        deltas = daemon.stream([PROMPT] * STREAMS, Sampling(max_tokens=200, ignore_eos=True))
+        deltas = daemon.stream([PROMPT] * STREAMS, Sampling(max_tokens=200, ignore_eos=True), incomplete="yield")
         next(deltas)
         say("started")
         sys.stdin.readline()

@@ -7,6 +7,7 @@ import pytest
 
 from refit_protocol.messages import GenerationFinished, GenerationStarted, ResolvedSampling
 from refit_trainer.inbox import Mailbox
+from refit_trainer.prompts import Reading
 from refit_trainer.replies import AsyncReplies, TaskMailbox
 from refit_trainer.stream import Delta
 
@@ -106,7 +107,7 @@ def test_an_iterator_leaves_no_timer_behind(dropped: bool) -> None:
         async def start(mailbox: Mailbox) -> int:
             return 7
 
-        replies: AsyncReplies[Delta] | None = AsyncReplies(abandoned, start, lambda delta: delta, 60.0)
+        replies: AsyncReplies[Delta] | None = AsyncReplies(abandoned, start, lambda delta: delta, Reading(60.0))
         assert replies is not None
         waiting = asyncio.ensure_future(anext(replies))
         await asyncio.sleep(0)
@@ -138,7 +139,7 @@ def test_what_was_cancelled_before_it_was_sent_is_cancelled_once_it_is(sending: 
             await may_send.wait()
             return 7
 
-        replies: AsyncReplies[Delta] = AsyncReplies(generations, start, lambda delta: delta, 60.0)
+        replies: AsyncReplies[Delta] = AsyncReplies(generations, start, lambda delta: delta, Reading(60.0))
         reading = asyncio.ensure_future(anext(replies)) if sending else None
         await asyncio.sleep(0)
         await replies.cancel()

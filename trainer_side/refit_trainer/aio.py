@@ -52,7 +52,7 @@ from refit_trainer.errors import RefitdError, RequestTimedOut
 from refit_trainer.inbox import Mailbox
 from refit_trainer.link import CurveKeys
 from refit_trainer.opening import Opening
-from refit_trainer.prompts import GenerateOptions, Prompt, deadline_of, generate_command
+from refit_trainer.prompts import GenerateOptions, Prompt, generate_command, reading_of
 from refit_trainer.refits import CommitOptions, RefitOptions, reload, restore, split_options
 from refit_trainer.replies import AsyncReplies, Item
 from refit_trainer.steps import Steps, walk
@@ -368,12 +368,13 @@ class AsyncDaemon:
         options: GenerateOptions,
         convert: Callable[[Delta], Item | None],
     ) -> AsyncReplies[Item]:
+        reading = reading_of(options)
         command, blobs = generate_command(prompts, sampling, options)
 
         async def start(mailbox: Mailbox) -> int:
             return await self.send_generate(command, blobs, mailbox)
 
-        return AsyncReplies(self.connection, start, convert, deadline_of(command))
+        return AsyncReplies(self.connection, start, convert, reading)
 
 
 async def _open(endpoint: str, timeout_seconds: float, options: ConnectOptions) -> AsyncDaemon:

@@ -25,7 +25,7 @@ from refit_protocol.messages import (
 )
 from refit_trainer.aio import SLOW_SECONDS, AsyncDaemon, ConnectOptions, same
 from refit_trainer.errors import ClientClosed, UsedAfterFork
-from refit_trainer.prompts import GenerateOptions, Prompt, deadline_of, generate_command
+from refit_trainer.prompts import GenerateOptions, Prompt, generate_command, reading_of
 from refit_trainer.refits import CommitOptions, RefitOptions
 from refit_trainer.replies import Item, Replies, ThreadMailbox
 from refit_trainer.steps import walk_blocking
@@ -250,11 +250,12 @@ class Daemon:
         options: GenerateOptions,
         convert: Callable[[Delta], Item | None],
     ) -> Replies[Item]:
+        reading = reading_of(options)
         command, blobs = generate_command(prompts, sampling, options)
         mailbox = ThreadMailbox()
         request = self._thread.call(self._daemon.send_generate(command, blobs, mailbox))
         generation = (self._daemon.connection, request, mailbox)
-        return Replies(generation, self._thread, convert, deadline_of(command))
+        return Replies(generation, self._thread, convert, reading)
 
 
 async def _end_tasks() -> None:

@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from refit_protocol.errors import ErrorCode, Fault
+from refit_protocol.errors import ERROR_RULES, ErrorCode, Fault
 from refit_protocol.messages import Failed
+from refit_trainer.stream import Delta, Sample
 
 
 class RefitdError(Exception):
@@ -71,6 +72,29 @@ class RequestTimedOut(RefitdError, TimeoutError):
 
     default_fault = Fault.DAEMON
     default_retryable = True
+
+
+class OutputIncomplete(RefitdError):
+    """Outputs were cut off before their end: by a deadline, by a refit or sleep with policy `abort`, by NaN, or because
+    the engine ended. The generation was given up with it; `code` says why, of the first one.
+
+    `samples` holds what there is of them, where whole samples were asked for; a stream has yielded their tokens. With
+    `incomplete="yield"` they come like others, and this is not raised.
+    """
+
+    def __init__(self, cut_off: Sequence[Delta | Sample]) -> None:
+        first = cut_off[0]
+        code = first.error or ErrorCode.ENGINE_ERROR
+        others = f" and {len(cut_off) - 1} more" if len(cut_off) > 1 else ""
+        super().__init__(
+            f"output {first.output} of prompt {first.prompt}{others} ended before being complete; "
+            'with incomplete="yield" such outputs come like others',
+            code=code,
+            fault=ERROR_RULES[code].fault,
+            retryable=ERROR_RULES[code].retryable,
+            details={"prompt": first.prompt, "output": first.output, "finish_reason": first.finish_reason},
+        )
+        self.samples = tuple(output for output in cut_off if isinstance(output, Sample))
 
 
 class ClientClosed(RefitdError):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias, TypedDict
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, TypedDict, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -13,19 +14,44 @@ from refit_protocol.messages import Generate, Sampling
 # One prompt: token ids as a list, an array or a one-dimensional tensor; or text.
 Prompt: TypeAlias = "Sequence[int] | npt.NDArray[np.integer[Any]] | str | Any"
 
-DEADLINE_SECONDS = 600.0
 _INT32 = np.iinfo(np.int32)
 
 
-class GenerateOptions(TypedDict, total=False):
-    """Beside the prompts and the sampling; see `Generate`. `deadline_seconds` bounds both sides, 600 by default."""
+# What happens at an output that was cut off: `OutputIncomplete`, or it comes like any other.
+Incomplete: TypeAlias = Literal["raise", "yield"]
+
+
+class RequestOptions(TypedDict, total=False):
+    """What the daemon is told beside the prompts and the sampling."""
 
     priority: int
     lora: str | None
     routed_experts: bool
     min_version: int | None
     max_version_lag: int | None
-    deadline_seconds: float
+    deadline_seconds: float | None
+
+
+class GenerateOptions(RequestOptions, total=False):
+    """See `AsyncDaemon.generate`."""
+
+    incomplete: Incomplete
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a consumer reads its replies; `deadline_seconds` is the request's, None where only the daemon has one."""
+
+    deadline_seconds: float | None
+    incomplete: Incomplete = "raise"
+
+
+def reading_of(options: GenerateOptions) -> Reading:
+    """Raises ValueError for an `incomplete` that there is not."""
+    incomplete = options.get("incomplete", "raise")
+    if incomplete not in get_args(Incomplete):
+        raise ValueError(f'incomplete is {incomplete!r}: choose "raise" or "yield"')
+    return Reading(options.get("deadline_seconds"), incomplete)
 
 
 def generate_command(
@@ -33,13 +59,9 @@ def generate_command(
 ) -> tuple[Generate, list[bytes]]:
     """The request and its blobs; raises TypeError or ValueError for what is no prompt."""
     texts, prompt_lengths, blobs = _split(prompts)
-    bounded: GenerateOptions = {"deadline_seconds": DEADLINE_SECONDS, **options}
-    command = Generate(prompt_lengths=prompt_lengths, texts=texts, sampling=sampling or Sampling(), **bounded)
+    asked = cast(RequestOptions, {name: value for name, value in options.items() if name != "incomplete"})
+    command = Generate(prompt_lengths=prompt_lengths, texts=texts, sampling=sampling or Sampling(), **asked)
     return command, blobs
-
-
-def deadline_of(command: Generate) -> float:
-    return DEADLINE_SECONDS if command.deadline_seconds is None else command.deadline_seconds
 
 
 def _split(prompts: Iterable[Prompt]) -> tuple[list[str] | None, list[int], list[bytes]]:

@@ -12,15 +12,21 @@ from functools import partial
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from refit_protocol.messages import GenerationFinished, GenerationStarted, ResolvedSampling
-from refit_trainer.errors import RefitdError, RequestTimedOut
+from refit_trainer.errors import OutputIncomplete, RefitdError, RequestTimedOut
 from refit_trainer.inbox import Arrival, Mailbox
-from refit_trainer.stream import Delta
+from refit_trainer.prompts import Incomplete, Reading
+from refit_trainer.stream import Delta, Sample, is_cut_off
 
 # What the daemon's own deadline is given beyond, so that its typed error comes before our timeout.
 GRACE_SECONDS = 5.0
 
-Item = TypeVar("Item")
+Item = TypeVar("Item", bound=Delta | Sample)
 Result = TypeVar("Result")
+
+
+def with_grace(deadline_seconds: float | None) -> float | None:
+    """How long to wait for a daemon that has this deadline."""
+    return None if deadline_seconds is None else max(deadline_seconds, 0.0) + GRACE_SECONDS
 
 
 class Generations(Protocol):
@@ -40,12 +46,13 @@ class OwnThread(Protocol):
 
 
 class TaskMailbox:
-    """For one consumer on the event loop that fills it, which waits for `wait_seconds` in all, from the first time on.
+    """For one consumer on the event loop that fills it, which waits for `wait_seconds` in all, from the first time on;
+    with None for ever.
 
     One timer serves all that: consumers wait once a token.
     """
 
-    def __init__(self, wait_seconds: float) -> None:
+    def __init__(self, wait_seconds: float | None) -> None:
         self._wait_seconds = wait_seconds
         self._arrived: deque[Arrival] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -62,8 +69,8 @@ class TaskMailbox:
             if self._expired:
                 raise TimeoutError
             loop = asyncio.get_running_loop()
-            if self._timer is None:
-                self._timer = loop.call_later(max(self._wait_seconds, 0.0), self._expire)
+            if self._timer is None and self._wait_seconds is not None:
+                self._timer = loop.call_later(self._wait_seconds, self._expire)
             self._waiter = loop.create_future()
             await self._waiter
         return self._arrived.popleft()
@@ -91,20 +98,25 @@ class ThreadMailbox:
     def put(self, arrival: Arrival) -> None:
         self._arrived.put(arrival)
 
-    def get(self, timeout_seconds: float) -> Arrival:
+    def get(self, timeout_seconds: float | None) -> Arrival:
         """Raises TimeoutError."""
         try:
-            return self._arrived.get(timeout=max(timeout_seconds, 0.0))
+            return self._arrived.get(timeout=timeout_seconds)
         except queue.Empty:
             raise TimeoutError from None
 
 
 class Collected(Generic[Item]):
-    """What has arrived and was not taken yet, as the items that the consumer wants."""
+    """What has arrived and was not taken yet, as the items that the consumer wants.
 
-    def __init__(self, convert: Callable[[Delta], Item | None]) -> None:
+    `cut_off` holds the outputs that are to be raised: after all that is ready, for what is whole is not to be lost.
+    """
+
+    def __init__(self, convert: Callable[[Delta], Item | None], incomplete: Incomplete) -> None:
         self._convert = convert
+        self._raises = incomplete == "raise"
         self.ready: deque[Item] = deque()
+        self.cut_off: list[Item] = []
         self.resolved: ResolvedSampling | None = None
         self.finished: GenerationFinished | None = None
         self.ended = False
@@ -114,7 +126,7 @@ class Collected(Generic[Item]):
         if isinstance(arrival, list):
             for delta in arrival:
                 if (item := self._convert(delta)) is not None:
-                    self.ready.append(item)
+                    self._take_item(item)
         elif isinstance(arrival, GenerationStarted):
             self.resolved = arrival.resolved
         else:
@@ -123,6 +135,14 @@ class Collected(Generic[Item]):
                 raise arrival
             self.finished = arrival
 
+    def _take_item(self, item: Item) -> None:
+        """The tokens of a stream are delivered in any case."""
+        cut_off = self._raises and is_cut_off(item)
+        if cut_off:
+            self.cut_off.append(item)
+        if not cut_off or isinstance(item, Delta):
+            self.ready.append(item)
+
 
 class _Replies(Generic[Item]):
     """`resolved` says what the engine really samples with, `finished` the counts and times; both None until known.
@@ -130,9 +150,9 @@ class _Replies(Generic[Item]):
     Closing, or dropping the iterator before its end, cancels what is left.
     """
 
-    def __init__(self, convert: Callable[[Delta], Item | None], deadline_seconds: float) -> None:
-        self._collected = Collected(convert)
-        self._deadline_seconds = deadline_seconds
+    def __init__(self, convert: Callable[[Delta], Item | None], reading: Reading) -> None:
+        self._collected = Collected(convert, reading.incomplete)
+        self._deadline_seconds = reading.deadline_seconds
         self._abandon: Callable[[], object] | None = None
 
     @property
@@ -149,6 +169,13 @@ class _Replies(Generic[Item]):
         if self._abandon is not None:
             self._abandon()
 
+    def _check_cut_off(self) -> None:
+        """Raises `OutputIncomplete` once, and gives up what is left."""
+        cut_off, self._collected.cut_off = self._collected.cut_off, []
+        if cut_off:
+            self.close()
+            raise OutputIncomplete(cut_off)
+
     def _timed_out(self) -> RequestTimedOut:
         self.close()
         return RequestTimedOut(f"the generation did not end within {self._deadline_seconds:g} s")
@@ -162,12 +189,12 @@ class AsyncReplies(_Replies[Item]):
         generations: Generations,
         start: Callable[[Mailbox], Awaitable[int]],
         convert: Callable[[Delta], Item | None],
-        deadline_seconds: float,
+        reading: Reading,
     ) -> None:
-        super().__init__(convert, deadline_seconds)
+        super().__init__(convert, reading)
         self._generations = generations
         self._start = start
-        self._mailbox = TaskMailbox(deadline_seconds + GRACE_SECONDS)
+        self._mailbox = TaskMailbox(with_grace(reading.deadline_seconds))
         self._request: int | None = None
         self._cancelled = False
 
@@ -178,6 +205,7 @@ class AsyncReplies(_Replies[Item]):
         if self._request is None and not self._collected.ended:
             await self._begin()
         while not self._collected.ready:
+            self._check_cut_off()
             if self._collected.ended:
                 self._mailbox.close()
                 raise StopAsyncIteration
@@ -226,12 +254,13 @@ class Replies(_Replies[Item]):
         generation: tuple[Generations, int, ThreadMailbox],
         thread: OwnThread,
         convert: Callable[[Delta], Item | None],
-        deadline_seconds: float,
+        reading: Reading,
     ) -> None:
-        super().__init__(convert, deadline_seconds)
+        super().__init__(convert, reading)
         self._generations, self._request, self._mailbox = generation
         self._thread = thread
-        self._give_up_at = time.monotonic() + deadline_seconds + GRACE_SECONDS
+        wait_seconds = with_grace(reading.deadline_seconds)
+        self._give_up_at = None if wait_seconds is None else time.monotonic() + wait_seconds
         self._abandon = _abandoner(self, thread.loop, partial(self._generations.abandon, self._request))
 
     def __iter__(self) -> Self:
@@ -239,13 +268,18 @@ class Replies(_Replies[Item]):
 
     def __next__(self) -> Item:
         while not self._collected.ready:
+            self._check_cut_off()
             if self._collected.ended:
                 raise StopIteration
             try:
-                self._collected.take(self._mailbox.get(self._give_up_at - time.monotonic()))
+                self._collected.take(self._mailbox.get(self._seconds_left))
             except TimeoutError:
                 raise self._timed_out() from None
         return self._collected.ready.popleft()
+
+    @property
+    def _seconds_left(self) -> float | None:
+        return None if self._give_up_at is None else max(self._give_up_at - time.monotonic(), 0.0)
 
     def cancel(self) -> None:
         """Ends the outputs that are not finished with `cancelled`; the iteration goes on to its end."""

@@ -15,6 +15,9 @@ from refit_protocol.codec import Frame
 from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import FinishReason, TokenDelta, VersionRun
 
+# Ends of an output that is whole; any other one cut it off.
+COMPLETE: frozenset[FinishReason] = frozenset({"stop", "length"})
+
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
@@ -58,9 +61,10 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished output: number `output` of the `n` for prompt number `prompt`; fields as in `Delta`.
+    """One output that has ended: number `output` of the `n` for prompt number `prompt`; fields as in `Delta`.
 
-    `finish_reason` is `error` where the engine gave up on this output alone; `error` then says why.
+    `finish_reason` is `stop` or `length` where it is `complete`. Otherwise it was cut off, and `error` says why: by a
+    deadline, by policy `abort`, by NaN, or because the engine ended; None where the caller cancelled it.
     """
 
     prompt: int
@@ -81,6 +85,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     def version(self) -> int | None:
         """The weights that made every token, None where several did (or there are no tokens)."""
         return self.versions[0].version if len(self.versions) == 1 else None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the model ended it, or `max_tokens` did; otherwise it is the beginning of an output."""
+        return self.finish_reason in COMPLETE
 
 
 def cut(deltas: Sequence[TokenDelta], blobs: Sequence[Frame]) -> list[Delta]:
@@ -189,6 +198,11 @@ def _ints(blobs: Sequence[Frame], blob: int) -> IntArray:
 
 def _floats(blobs: Sequence[Frame], blob: int) -> FloatArray:
     return np.frombuffer(blobs[blob], "<f4") if blob < len(blobs) else _NO_FLOATS
+
+
+def is_cut_off(output: Delta | Sample) -> bool:
+    """Whether something else than the model, the limits or the caller's own cancelling has ended it."""
+    return output.finish_reason == "error" or (output.finish_reason == "cancelled" and output.error is not None)
 
 
 class SampleAssembler:

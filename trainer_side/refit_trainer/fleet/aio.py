@@ -23,7 +23,7 @@ from refit_trainer.fleet.turns import Turns
 from refit_trainer.inbox import Mailbox
 from refit_trainer.link import CurveKeys
 from refit_trainer.opening import Opening
-from refit_trainer.prompts import GenerateOptions, Prompt, deadline_of, generate_command
+from refit_trainer.prompts import GenerateOptions, Prompt, generate_command
 from refit_trainer.refits import CommitOptions, RefitOptions, split_options
 from refit_trainer.replies import AsyncReplies, Item
 from refit_trainer.steps import Steps, walk
@@ -320,7 +320,7 @@ class AsyncFleet:
         async def start(mailbox: Mailbox) -> int:
             return await self.batches.start(order, mailbox)
 
-        return AsyncReplies(self.batches, start, convert, order.options["deadline_seconds"])
+        return AsyncReplies(self.batches, start, convert, order.reading)
 
 
 async def _open(endpoints: Sequence[str], timeout_seconds: float, options: FleetOptions) -> AsyncFleet:
@@ -351,9 +351,9 @@ def order_of(
     if groups is not None and len(groups) != len(listed):
         raise ValueError(f"{len(groups)} groups for {len(listed)} prompts")
     rest = cast(GenerateOptions, {name: value for name, value in options.items() if name not in _OWN_OPTIONS})
-    command, _ = generate_command(listed, sampling, rest)
-    rest["deadline_seconds"] = deadline_of(command)
-    return Order(listed, sampling or Sampling(), rest, groups, whole, options.get("allow_mixed_versions", False))
+    generate_command(listed, sampling, rest)
+    mixed = options.get("allow_mixed_versions", False)
+    return Order(listed, sampling or Sampling(), rest, groups, whole, mixed)
 
 
 def _check_local(endpoint: str) -> None:

@@ -23,7 +23,7 @@ from refit_trainer.fleet.members import Member, Members
 from refit_trainer.fleet.order import Order, Output, Part
 from refit_trainer.fleet.routing import Router
 from refit_trainer.inbox import Arrival, Mailbox
-from refit_trainer.replies import GRACE_SECONDS, TaskMailbox
+from refit_trainer.replies import TaskMailbox, with_grace
 from refit_trainer.stream import Delta
 
 # What ends a request for the daemon's own sake: another daemon can serve it.
@@ -159,8 +159,9 @@ class Batch:
                 raise (why or nobody) from nobody
 
     async def _read(self, member: Member, part: Part) -> None:
-        command, blobs = self._order.command(part, self._version, self._remaining_seconds)
-        mailbox = TaskMailbox(self._remaining_seconds + GRACE_SECONDS)
+        remaining_seconds = self._remaining_seconds
+        command, blobs = self._order.command(part, self._version, remaining_seconds)
+        mailbox = TaskMailbox(with_grace(remaining_seconds))
         connection = member.daemon.connection
         request = await member.daemon.send_generate(command, blobs, mailbox)
         self._asked[member, request] = part
@@ -189,8 +190,9 @@ class Batch:
             raise RequestTimedOut("the batch did not end in time") from None
 
     @property
-    def _remaining_seconds(self) -> float:
-        return max(self._begun + self._order.options["deadline_seconds"] - time.monotonic(), 0.001)
+    def _remaining_seconds(self) -> float | None:
+        seconds = self._order.reading.deadline_seconds
+        return None if seconds is None else max(self._begun + seconds - time.monotonic(), 0.001)
 
     # --- what comes ---
 

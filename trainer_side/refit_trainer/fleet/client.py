@@ -107,7 +107,7 @@ class Fleet:
         mailbox = ThreadMailbox()
         number = self._thread.call(self._fleet.batches.start(order, mailbox))
         generation = (self._fleet.batches, number, mailbox)
-        return Replies(generation, self._thread, convert, order.options["deadline_seconds"])
+        return Replies(generation, self._thread, convert, order.reading)
 
 
 async def _connected(endpoints: Sequence[str], timeout_seconds: float, options: FleetOptions) -> AsyncFleet:

@@ -9,7 +9,7 @@ import msgspec
 
 from refit_protocol.messages import Generate, Sampling
 from refit_trainer.fleet.routing import prefix_key, sequence_tokens
-from refit_trainer.prompts import GenerateOptions, Prompt, generate_command
+from refit_trainer.prompts import GenerateOptions, Prompt, Reading, generate_command, reading_of
 
 # The number of a prompt, and of its continuation.
 Output = tuple[int, int]
@@ -60,6 +60,10 @@ class Order:
     def everything(self) -> Part:
         return Part(tuple(range(len(self.prompts))), 0, self.sampling.n)
 
+    @property
+    def reading(self) -> Reading:
+        return reading_of(self.options)
+
     def routing_key(self, prompt: int) -> bytes:
         return prefix_key(self.prompts[prompt], None if self.groups is None else self.groups[prompt])
 
@@ -67,7 +71,7 @@ class Order:
         """What one output of it costs at most."""
         return sequence_tokens(self.prompts[prompt], self.sampling, context_tokens)
 
-    def command(self, part: Part, version: int | None, deadline_seconds: float) -> tuple[Generate, list[bytes]]:
+    def command(self, part: Part, version: int | None, deadline_seconds: float | None) -> tuple[Generate, list[bytes]]:
         """For a daemon that serves `version`; None where any will do. Output i of a seeded prompt uses seed + i."""
         seed = self.sampling.seed
         sampling = msgspec.structs.replace(
