@@ -1,17 +1,26 @@
-"""Outputs that are cut off before their end: never taken for whole ones, unless the caller asks for them."""
+"""Outputs that are cut off before their end, never taken for whole ones unless the caller asks; and cut budgets."""
 
 from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import numpy as np
 import pytest
 
 from refit_protocol.errors import ErrorCode, Fault
-from refit_protocol.messages import CancelGeneration, FinishReason, Generate, TokenDelta, TokensGenerated, VersionRun
+from refit_protocol.messages import (
+    CancelGeneration,
+    FinishReason,
+    Generate,
+    GenerationStarted,
+    TokenDelta,
+    TokensGenerated,
+    VersionRun,
+)
 from refit_trainer import AsyncDaemon, Daemon, OutputIncomplete
 from tests.trainer.background import in_background
-from tests.trainer.peer import FINISHED, Asked, Peer, begin_stream
+from tests.trainer.peer import FINISHED, RESOLVED, Asked, Peer, begin_stream
 
 PROMPTS = [[1], [2], [3], [4]]
 
@@ -142,3 +151,14 @@ def test_a_request_has_the_deadline_that_it_names(peer: Peer, client: Daemon) ->
     with client.generate(PROMPTS), client.generate(PROMPTS, deadline_seconds=7.0):
         assert peer.next(Generate).body.deadline_seconds is None
         assert peer.next(Generate).body.deadline_seconds == 7.0
+
+
+@pytest.mark.parametrize("clamped", [True, False])
+def test_a_sample_says_that_its_budget_was_cut(peer: Peer, client: Daemon, *, clamped: bool) -> None:
+    """`max_tokens` was more than its own prompt had left room for: `length` is then the context's end."""
+    samples = client.generate(PROMPTS[:2])
+    asked = peer.next(Generate)
+    resolved = msgspec.structs.replace(RESOLVED, max_tokens=[9, 9], clamped=[False, clamped])
+    asked.reply(GenerationStarted(resolved=resolved, prompt_lengths=[1, 1]), last=False)
+    end(asked, (0, "length", None), (1, "length", None))
+    assert [next(samples).clamped for _ in range(2)] == [False, clamped]

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
+import msgspec
+
 from refit_protocol.codec import Frame
 from refit_protocol.errors import ErrorCode, Fault
 from refit_protocol.messages import (
@@ -63,6 +65,7 @@ class Generation:
     mailbox: Mailbox | None
     started: bool = False
     resuming: bool = False
+    _clamped: frozenset[int] = frozenset()
     _outputs: dict[tuple[int, int], _Progress] = field(default_factory=dict)
 
     def resume(self) -> list[StreamCursor]:
@@ -89,6 +92,7 @@ class Generation:
         """A stream that is resumed from its beginning says again that it has started."""
         if not self.started:
             self.started = True
+            self._clamped = frozenset(prompt for prompt, cut in enumerate(started.resolved.clamped) if cut)
             self.put(started)
 
     def advance(self, delta: Delta) -> Delta | None:
@@ -103,6 +107,8 @@ class Generation:
         if progress.ended or not (len(delta.token_ids) or delta.finish_reason):
             return None
         progress.take(delta)
+        if delta.finish_reason is not None and delta.prompt in self._clamped:
+            return msgspec.structs.replace(delta, clamped=True)
         return delta
 
     def _progress(self, delta: Delta) -> _Progress:

@@ -42,6 +42,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     `token_ids` (int32) and `logprobs` (float32, of those tokens) have equal length and must not be written to.
     `versions` says which weights made how many of them. `top` has one row a token, `prompt_logprobs` one a prompt token
     with the token itself in column 0 (the first row is NaN), `routed_experts` the shape that the engine gave it.
+    `clamped`, of the last delta: the context had less room than the `max_tokens` that were asked for.
     """
 
     prompt: int
@@ -54,6 +55,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: ErrorCode | None = None
+    clamped: bool = False
     cached_tokens: int | None = None
     top: Alternatives | None = None
     prompt_logprobs: Alternatives | None = None
@@ -76,6 +78,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     text: str | None = None
     stop_reason: int | str | None = None
     error: ErrorCode | None = None
+    clamped: bool = False
     cached_tokens: int | None = None
     top: Alternatives | None = None
     prompt_logprobs: Alternatives | None = None
@@ -232,6 +235,7 @@ def _joined(deltas: list[Delta], finish_reason: FinishReason) -> Sample:
         text=_joined_text(deltas),
         stop_reason=last.stop_reason,
         error=last.error,
+        clamped=last.clamped,
         cached_tokens=next((delta.cached_tokens for delta in deltas if delta.cached_tokens is not None), None),
         top=_joined_top(deltas),
         prompt_logprobs=next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None),
