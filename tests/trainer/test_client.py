@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import inspect
 import os
 import signal
 import subprocess
@@ -29,6 +30,8 @@ from refit_trainer import (
     UsedAfterFork,
 )
 from refit_trainer.client import LoopThread
+from refit_trainer.prompts import GenerateOptions
+from refit_trainer.refits import RefitOptions
 from tests.trainer.background import in_background
 from tests.trainer.peer import MODEL, STATUS, Asked, Peer, endpoint_in
 
@@ -252,3 +255,11 @@ def test_the_openai_base_url_is_never_none(peer: Peer, url: str | None) -> None:
         with pytest.raises(RefitdError, match=r"http\.enabled") as refused:
             client.openai_base_url()
     assert refused.value.code is ErrorCode.UNSUPPORTED
+
+
+@pytest.mark.parametrize("client_class", [Daemon, AsyncDaemon])
+def test_help_names_every_option(client_class: type) -> None:
+    """They come as keyword arguments of a typed dictionary, which `help()` does not look into."""
+    for method, options in ((client_class.generate, GenerateOptions), (client_class.refit, RefitOptions)):
+        said = inspect.getdoc(method) or ""
+        assert [name for name in sorted(options.__optional_keys__) if f"`{name}`" not in said] == []

@@ -178,7 +178,26 @@ class Daemon:
         specs: Sequence[TensorShape] | None = None,
         **options: Unpack[RefitOptions],
     ) -> RefitReport:
-        """Makes the engine serve `weights`; see `AsyncDaemon.refit`. An iterator is consumed on this thread."""
+        """Makes the engine serve `weights`, and returns when every worker holds them: they may change at once.
+
+        A module whose parameters are shared (`share_parameters`) is read in place; if they are sharded, every rank of
+        torch.distributed calls this, with the same options, and gets the same report. Any other module, a mapping from
+        checkpoint names to tensors, or an iterator of such pairs goes through staging buckets; an iterator is
+        consumed as they fill, on this thread. What it will yield has to be announced before: `specs` if given, else
+        what it yielded last time, else the engine's own tensors in the dtype of the first one; `LayoutMismatch` if
+        something else comes.
+
+        Options; what is left out is as the daemon is configured:
+
+        `only`: names of the tensors to change, the others stay. `version`: the new number, by default one more.
+        `policy`: for requests in flight: "finish" waits for them, "keep" goes on with their KV, "recompute" goes on
+            with KV of the new weights, "abort" cuts them off.
+        `attest`: compare source and destination afterwards: "off", "sampled", "full".
+        `check_finite`: refuse NaN and infinity before anything is written.
+        `deadline_seconds`: of the whole, 300 by default.
+
+        When it is cancelled, interrupted or raises, the daemon has ended it too, unless it cannot be reached.
+        """
         return walk_blocking(self._daemon.refit_steps(weights, specs, options), self._thread.call)
 
     def reload(self, path: str | os.PathLike[str] | None = None, **options: Unpack[CommitOptions]) -> RefitReport:
@@ -204,19 +223,34 @@ class Daemon:
     def generate(
         self, prompts: Iterable[Prompt], sampling: Sampling | None = None, **options: Unpack[GenerateOptions]
     ) -> Replies[Sample]:
-        """Yields `len(prompts) * sampling.n` samples, each as soon as it is finished."""
+        """Yields `len(prompts) * sampling.n` samples, each as soon as it is finished: not in the order of the prompts.
+
+        `prompts` are token ids (lists, arrays, one-dimensional tensors), or texts. Options:
+
+        `deadline_seconds`: outputs that are not finished by then are cut off; by default the daemon's own setting.
+        `incomplete`: an output that was cut off (by a deadline, policy `abort`, NaN, a dead engine) raises
+            `OutputIncomplete` ("raise", the default), or comes like others ("yield"): see `Sample.complete`. Outputs
+            that the caller cancelled always come.
+        `min_version`: wait until weights of at least this version are served, within the deadline and the daemon's
+            `refit.gate_wait_seconds`. `max_version_lag` is subtracted from it.
+        `priority`: lower is served first. `lora`: an adapter's name. `routed_experts`: ask for them.
+        """
         return self._replies(prompts, sampling, options, SampleAssembler().add)
 
     def stream(
         self, prompts: Iterable[Prompt], sampling: Sampling | None = None, **options: Unpack[GenerateOptions]
     ) -> Replies[Delta]:
-        """Yields tokens as the engine makes them."""
+        """Yields tokens as the engine makes them; arguments as for `generate`. The last `Delta` of an output has a
+        `finish_reason`; where that output was cut off, `OutputIncomplete` is raised behind it.
+        """
         return self._replies(prompts, sampling, options, same)
 
     def generate_one(
         self, prompt: Prompt, sampling: Sampling | None = None, **options: Unpack[GenerateOptions]
     ) -> Sample:
-        """The first finished sample of one prompt; others that `sampling.n` asks for are cancelled."""
+        """The first finished sample of one prompt; others that `sampling.n` asks for are cancelled. Options as for
+        `generate`.
+        """
         with self.generate([prompt], sampling, **options) as samples:
             return next(samples)
 
