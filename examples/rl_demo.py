@@ -1,4 +1,4 @@
-"""Reinforcement learning against a running vLLM engine: from random weights to the days of the week in a minute.
+"""Reinforcement learning against a running vLLM engine: from random weights to the days of the week.
 
 A tiny Qwen3 is trained in this process; the engine that samples from it lives in another one, refitd. Every step puts
 the trainer's weights into the engine, samples, and learns from the rewards. That the weights arrive is seen twice: the
