@@ -16,6 +16,8 @@ from typing import Literal, TextIO
 
 import structlog
 
+from refitd.loader_noise import LoaderNoise
+
 Level = Literal["debug", "info", "warning", "error"]
 
 
@@ -74,6 +76,8 @@ def exported_handler() -> logging.Handler:
     """What `vllm_logging.json` names: the handler that `export` described, made in a vLLM process."""
     handler = _handler(Style(os.environ.get(STYLE_VARIABLE, Style.TEXT)))
     handler.setLevel(os.environ.get(LEVEL_VARIABLE, "WARNING"))
+    if handler.level > logging.DEBUG:
+        handler.addFilter(LoaderNoise())
     return handler
 
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 
 from refit_trainer import Daemon, RefitdError
 from refitd import log
+from refitd.loader_noise import CAST, LEFT_ALONE
 from tests.cases.test_torn import AFTER_THREE_BUCKETS, SMALL_BUCKET_BYTES, failing_after
 from tests.daemon_process import DaemonProcess
 from tests.trainers import specs_of
@@ -110,6 +112,38 @@ def test_vllm_processes_write_like_the_daemon() -> None:
     )
     [line] = lines_of(code, **environment)
     assert fields(line, "event", "logger", "level") == ["KV cache is small", "vllm.engine", "warning"]
+
+
+@pytest.mark.parametrize(("level", "lines"), [("WARNING", 2), ("DEBUG", 4)])
+def test_loaders_warn_once_of_what_is_well(level: str, lines: int) -> None:
+    """Of dtypes that differ one line a pair instead of one a tensor, of layers without any none; unless debugging."""
+    environment: dict[str, str] = {}
+    log.export(environment, vllm_level=level, json=True)
+    code = (
+        "import json, logging.config, os\n"
+        "logging.config.dictConfig(json.load(open(os.environ['VLLM_LOGGING_CONFIG_PATH'])))\n"
+        "log = logging.getLogger('vllm.model_executor')\n"
+        "for name in ('embed', 'norm'):\n"
+        "    text = 'Attempted to load weight %s with dtype %s into parameter with dtype %s'\n"
+        "    log.warning(text, name, 'torch.float32', 'torch.bfloat16')\n"
+        "log.warning('%s: Failed to load weights', 'RotaryEmbedding')\n"
+        "log.warning('%s: Failed to find weights', 'Other')\n"
+    )
+    found = lines_of(code, **environment)
+    assert len(found) == lines
+    if level == "WARNING":
+        assert "brought as torch.float32 and held as torch.bfloat16" in found[0]
+    assert "Failed to find" in found[-1]
+
+
+def test_vllm_says_what_is_left_out_in_these_words() -> None:
+    """Another release may word it otherwise; then it is loud again, and the two texts have to follow."""
+    package = find_spec("vllm")
+    assert package is not None
+    assert package.origin is not None
+    loaders = Path(package.origin).parent / "model_executor"
+    assert CAST in (loaders / "models" / "utils.py").read_text()
+    assert f'"{LEFT_ALONE}"' in (loaders / "model_loader" / "reload" / "layerwise.py").read_text()
 
 
 def test_an_operators_own_vllm_logging_wins() -> None:
