@@ -55,6 +55,12 @@ def test_the_wheel_holds_every_source_file(wheel: ZipFile) -> None:
     assert sources <= set(wheel.namelist())
 
 
+def test_the_wheel_holds_the_service(wheel: ZipFile) -> None:
+    """Its units and what installs them: an operator has no checkout."""
+    files = ("refitd.service", "refitd@.service", "sandbox.conf", "refitd.toml", "install-service")
+    assert {f"refitd/systemd/{file}" for file in files} <= set(wheel.namelist())
+
+
 def test_the_wheel_is_typed(wheel: ZipFile) -> None:
     """Type checkers read the annotations of all three packages."""
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(wheel.namelist())

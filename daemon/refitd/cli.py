@@ -160,6 +160,15 @@ def doctor(
     sys.exit(1 if any_failed(findings) else 0)
 
 
+@app.command("install-service", context_settings={"ignore_unknown_options": True, "help_option_names": []})
+def install_service(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+    """Puts the daemon under systemd, for a machine or for a login; --help has the options."""
+    script = Path(__file__).with_name("systemd") / "install-service"
+    command = Path(sys.executable).with_name("refitd")
+    own = ["--refitd", str(command)] if command.exists() else []
+    os.execvp("bash", ["bash", str(script), *own, *(arguments or [])])
+
+
 @app.command()
 def keygen(
     directory: Annotated[Path, typer.Argument(help="Where the two files go; made with mode 0700 where it is missing.")],

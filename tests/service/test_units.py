@@ -6,12 +6,13 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-UNITS = REPOSITORY / "daemon" / "systemd"
+UNITS = REPOSITORY / "daemon" / "refitd" / "systemd"
 SCRIPT = REPOSITORY / "scripts" / "install-service"
 
 needs_systemd_analyze = pytest.mark.skipif(
@@ -156,6 +157,26 @@ def test_mistakes_are_named_and_install_nothing(
     assert finished.returncode == 2
     assert finished.stderr.splitlines()[-1] == f"install-service: {reason}"
     assert not root.exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can try as another user")
+def test_a_command_that_the_services_user_cannot_run_is_named(tmp_path: Path, refitd: Path) -> None:
+    """As one in another's home; an image that is only being made may open it later."""
+    refitd.parent.chmod(0o700)
+    finished = install(tmp_path / "root", "--refitd", str(refitd), "--run-as", "daemon")
+    assert f"user daemon cannot run {refitd}" in finished.stderr
+    assert install(tmp_path / "root", "--refitd", str(refitd), "--run-as", "root").stderr == ""
+
+
+def test_the_command_installs_itself(tmp_path: Path) -> None:
+    """As from a wheel, which has no scripts: the command of this environment, with the script's own options."""
+    command = [sys.executable, "-m", "refitd", "install-service", "--root", str(tmp_path), "--run-as", "root"]
+    subprocess.run(command, check=True, capture_output=True)
+    facts = settings(tmp_path / "etc/systemd/system/refitd.service.d/zz-installed.conf")
+    own = Path(sys.executable).with_name("refitd")
+    assert f"ExecStart={own} serve --config %E/refitd/refitd.toml" in facts
+    helped = subprocess.run([*command[:4], "--help"], check=True, capture_output=True, text=True)
+    assert "usage: refitd install-service" in helped.stdout
 
 
 def test_the_example_configuration_is_valid(tmp_path: Path) -> None:
