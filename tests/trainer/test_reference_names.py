@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 
 import pytest
 
 from refit_trainer.generation_worker import GenerationWorker
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference-interface.md"
 CONSTRUCTOR = ["config", "bundle_indices", "fraction_of_gpus", "seed", "extra_env_vars", "defer_model_load"]
 SYNCHRONOUS: dict[str, list[str]] = {
     "load_model": [],
@@ -48,3 +50,11 @@ def test_every_method_is_there(name: str, parameters: list[str]) -> None:
     assert positional(method)[: len(parameters)] == parameters
     more = list(inspect.signature(method).parameters.values())[1 + len(parameters) :]
     assert all(parameter.default is not inspect.Parameter.empty for parameter in more)
+
+
+@pytest.mark.parametrize("name", [*SYNCHRONOUS, *COROUTINES, *GENERATORS])
+def test_the_document_says_how_each_method_is_called(name: str) -> None:
+    """Whether to await it is what a caller of Ray's handles does not know."""
+    how = "plain" if name in SYNCHRONOUS else "`await`" if name in COROUTINES else "`async for`"
+    (row,) = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| `") and f"`{name}(" in line]
+    assert row.split(" | ")[1] == how

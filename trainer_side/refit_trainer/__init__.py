@@ -29,6 +29,7 @@ from refit_trainer.errors import (
     RefitdError,
     RequestTimedOut,
     SessionLost,
+    SettingsMismatch,
     UsedAfterFork,
     VersionsMixed,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "Sample",
     "Sampling",
     "SessionLost",
+    "SettingsMismatch",
     "Status",
     "TensorShape",
     "UsedAfterFork",

@@ -113,6 +113,10 @@ class LayoutMismatch(RefitdError):
     """The tensors that come are not those that were expected: by `specs`, else of the last refit or of the engine."""
 
 
+class SettingsMismatch(RefitdError):
+    """The daemon that was named was started with other settings than the configuration at hand asks for."""
+
+
 class OfMembers(RefitdError):
     """Several daemons of a fleet: `errors` says by endpoint what each one failed with."""
 

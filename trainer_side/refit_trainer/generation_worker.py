@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -62,6 +63,8 @@ class GenerationWorker:
     ) -> None:
         """See `WorkerConfig` for `config`. With `defer_model_load` only the daemon is there, and its URL reserved."""
         self._config = WorkerConfig(config, seed)
+        for name in self._config.ignored:
+            warnings.warn(f"the generation worker ignores {name} of its configuration", stacklevel=2)
         self._child: ChildDaemon | None = None
         self._session: AsyncDaemon | None = None
         self._model: ModelInfo | None = None
@@ -88,8 +91,14 @@ class GenerationWorker:
     # --- the engine's life --------------------------------------------------------------------------------------------
 
     def load_model(self) -> None:
-        """Returns when the model can be served; does nothing where it is loaded already."""
-        self._model = self._wait(self._daemon.load_model())
+        """Returns when the model can be served; does nothing where it is loaded already.
+
+        Raises `SettingsMismatch` where `endpoint` names a daemon of another model or `max_model_len`.
+        """
+        model = self._wait(self._daemon.load_model())
+        if self._child is None:
+            self._config.check(model)
+        self._model = model
         self._seen = _served(self._wait(self._daemon.status()))
 
     async def post_init_async(self) -> None:
