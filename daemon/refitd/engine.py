@@ -539,12 +539,13 @@ def _start(config: Config) -> StampedLLM:
     try:
         llm = compat.StampedLLM.from_engine_args(compat.AsyncEngineArgs(**arguments))
     except ValidationError as error:
-        raise ConfigError(f"vLLM refuses this configuration: {_refusal(error)}") from error
+        raise ConfigError(f"vLLM refuses this configuration: {refusal_of(error)}") from error
     assert isinstance(llm, compat.StampedLLM)
     return llm
 
 
-def _refusal(error: ValidationError) -> str:
+def refusal_of(error: ValidationError) -> str:
+    """The first of what is wrong, in one line."""
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
     reason = " ".join(first["msg"].removeprefix("Value error, ").split())
