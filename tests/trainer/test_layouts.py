@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from refit_trainer.layouts import named_pairs
+from refit_protocol.tensors import DType, TensorShape
+from refit_trainer.layouts import announced, layout_of, named_pairs
 
 
 @pytest.mark.parametrize(
@@ -31,3 +32,24 @@ def test_what_are_no_pairs_of_names_and_tensors(given: Any, says: str) -> None:
 def test_any_iterable_of_pairs_will_do() -> None:
     """A list as well as a generator, lists as well as tuples."""
     assert [name for name, _ in named_pairs([("a", torch.ones(1)), ["b", torch.ones(1)]])] == ["a", "b"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", torch.float32, DType.FLOAT32])
+@pytest.mark.parametrize("shape", [[260, 64], (260, 64), torch.Size([260, 64])])
+def test_specs_may_be_written_as_people_write_them(dtype: Any, shape: Any) -> None:
+    """A dtype by its name, a shape as a list: they mean the tensor that comes, and are sent as the wire has them."""
+    layout = announced([TensorShape(name="a", dtype=dtype, shape=shape)])
+    assert layout == layout_of([("a", torch.ones(260, 64))])
+    assert type(layout["a"].dtype) is DType
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("floa32", (2,)), ("float32", 2), ("float32", ("x",))])
+def test_specs_that_say_no_dtype_or_shape_are_refused(dtype: Any, shape: Any) -> None:
+    """At once and by name, before anything is sent."""
+    with pytest.raises(TypeError, match=r"no dtype and shape of a\b"):
+        announced([TensorShape(name="a", dtype=dtype, shape=shape)])
+
+
+def test_specs_are_tensor_shapes() -> None:
+    with pytest.raises(TypeError, match="no tuple"):
+        announced([("a", (2,))])  # type: ignore[list-item]

@@ -30,7 +30,7 @@ from refit_protocol.rendezvous import (
 )
 from refit_protocol.tensors import TensorShape
 from refit_trainer.errors import ClientClosed, LayoutMismatch, NotShareable, RefitdError
-from refit_trainer.layouts import NamedTensor, layout_of, named_pairs
+from refit_trainer.layouts import NamedTensor, announced, layout_of, named_pairs
 from refit_trainer.packing import PackedBroadcast, pack_broadcasts
 from refit_trainer.staging import Weights
 
@@ -218,7 +218,7 @@ class BroadcastGroup:
             raise LayoutMismatch(
                 "pass specs= with an iterator: what it yields, in that order, is announced before it starts"
             )
-        return named_pairs(weights), self._layout_of(tuple(specs))
+        return named_pairs(weights), self._layout_of(tuple(announced(specs).values()))
 
     def packed(self, tensors: Iterator[NamedTensor], layout: BroadcastLayout) -> Iterator[PackedBroadcast]:
         """What `sending` sends, packed on the calling thread and its stream."""

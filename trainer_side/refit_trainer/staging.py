@@ -14,6 +14,7 @@ from refit_trainer.backends import Buckets, backend_for
 from refit_trainer.layouts import (
     Layout,
     NamedTensor,
+    announced,
     check_selection,
     layout_of,
     named_pairs,
@@ -137,7 +138,7 @@ class Staging:
             return iter(weights.items()), layout_of(named_pairs(weights.items()))
         tensors = named_pairs(weights)
         if specs is not None:
-            return tensors, {spec.name: spec for spec in specs}
+            return tensors, announced(specs)
         first = next(tensors, None)
         if first is None:
             return iter(()), {}
