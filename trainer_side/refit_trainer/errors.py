@@ -177,11 +177,11 @@ class VersionsMixed(RefitdError):
     default_retryable = True
 
 
-_CLASSES: dict[ErrorCode, type[RefitdError]] = {ErrorCode.NO_SESSION: SessionLost}
-
-
 def error_from(failed: Failed) -> RefitdError:
     """The exception for a `Failed` reply."""
-    return _CLASSES.get(failed.code, RefitdError)(
+    if failed.code is ErrorCode.NO_SESSION:
+        # Final for the session, not for the caller: the next call opens another.
+        return SessionLost(failed.message, code=failed.code, details=failed.details)
+    return RefitdError(
         failed.message, code=failed.code, fault=failed.fault, retryable=failed.retryable, details=failed.details
     )
