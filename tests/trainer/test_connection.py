@@ -112,7 +112,7 @@ def test_lost_session_ends_streams(peer: Peer, client: Daemon) -> None:
 
 
 def test_expired_session_is_replaced(peer: Peer, client: Daemon) -> None:
-    """A request that finds its session gone says so, and that trying again may help: the client has a new one by itself."""
+    """A request that finds its session gone says so; it may be tried again: the client has a new one by itself."""
     thread, outcome = in_background(client.manifest)
     peer.next(GetManifest).fail(ErrorCode.NO_SESSION)
     thread.join()
