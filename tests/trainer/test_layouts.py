@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from refit_protocol.messages import Manifest, ManifestTensor
 from refit_protocol.tensors import DType, TensorShape
-from refit_trainer.layouts import announced, layout_of, named_pairs
+from refit_trainer import LayoutMismatch
+from refit_trainer.layouts import announced, layout_of, named_pairs, predicted_layout
 
 
 @pytest.mark.parametrize(
@@ -53,3 +55,10 @@ def test_specs_that_say_no_dtype_or_shape_are_refused(dtype: Any, shape: Any) ->
 def test_specs_are_tensor_shapes() -> None:
     with pytest.raises(TypeError, match="no tuple"):
         announced([("a", (2,))])  # type: ignore[list-item]
+
+
+def test_an_iterator_whose_names_have_a_prefix_is_told_so() -> None:
+    """By its first tensor: before anything is sent."""
+    needed = ManifestTensor(name="model.norm.weight", dtype=DType.FLOAT32, shape=(2,))
+    with pytest.raises(LayoutMismatch, match=r"pass the module inside, model\.policy$"):
+        predicted_layout(Manifest(tensors=[needed]), "policy.model.norm.weight", torch.ones(2))

@@ -32,3 +32,10 @@ def test_integers_are_no_weights(worker: LoadedWorker, weights_of: WeightsOf, dt
         code, details, _ = worker.refused("refitd_open_source", SOURCE, "inplace", *trainer.source)
     assert code == "manifest_mismatch"
     assert len(details["dtype"]) == len(trainer.tensors)
+
+
+def test_one_prefix_too_many_is_named(worker: LoadedWorker, weights_of: WeightsOf) -> None:
+    """A wrapper's module, whose names all begin with the attribute that it keeps the model in."""
+    with ExportedTensors({f"policy.{name}": tensor for name, tensor in weights_of("qwen3", 1).items()}) as trainer:
+        answer = worker.answer("refitd_open_source", SOURCE, "inplace", *trainer.source)
+    assert answer["error"]["message"].endswith("pass the module inside, model.policy")

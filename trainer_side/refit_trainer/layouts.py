@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import Manifest, ManifestTensor
+from refit_protocol.names import added_prefix, prefix_advice
 from refit_protocol.tensors import DType, TensorShape
 from refit_trainer.errors import LayoutMismatch, NotShareable
 
@@ -68,7 +69,10 @@ def predicted_layout(manifest: Manifest, name: str, first: torch.Tensor) -> Layo
     """
     needed = {tensor.name: tensor for tensor in manifest.tensors}
     if name not in needed:
-        raise LayoutMismatch(f"{name} is not a tensor of the engine's model", details={"unexpected": [name]})
+        prefixed = next((prefix for full in needed if (prefix := added_prefix([name], [full]))), None)
+        raise LayoutMismatch(
+            f"{name} is not a tensor of the engine's model{prefix_advice(prefixed)}", details={"unexpected": [name]}
+        )
     engine_dtype, trainer_dtype = needed[name].dtype, dtype_of(first)
     return {
         tensor.name: TensorShape(

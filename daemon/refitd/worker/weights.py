@@ -11,6 +11,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 
 from refit_protocol.errors import ErrorCode, ProtocolError
+from refit_protocol.names import added_prefix, prefix_advice
 from refit_protocol.tensors import FLOAT_DTYPES, DType, TensorShape
 from refitd.worker.copies import wait_for_stream
 from refitd.worker.cpu_patches import renew_shadows
@@ -214,7 +215,8 @@ def _castable(given: DType, expected: DType) -> bool:
 def _mismatch(problems: Mapping[str, list[Any]]) -> ProtocolError:
     said = [f"{len(items)} {what} ({_first_names(items)})" for what, items in problems.items() if items]
     details = {what: items[:MAX_NAMES_IN_DETAILS] for what, items in problems.items()}
-    message = f"the tensors do not fit the engine's model: {', '.join(said)}"
+    advice = prefix_advice(added_prefix(problems["unexpected"], problems["missing"]))
+    message = f"the tensors do not fit the engine's model: {', '.join(said)}{advice}"
     return ProtocolError(ErrorCode.MANIFEST_MISMATCH, message, **details)
 
 
