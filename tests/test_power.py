@@ -43,7 +43,10 @@ def test_generation_is_refused_until_all_is_awake(daemon: Daemon, way: str) -> N
     with pytest.raises(RefitdError) as refused:
         daemon.generate_one(PROMPT, GREEDY)
     assert refused.value.code is ErrorCode.ASLEEP
-    assert ("WakeUp" in str(refused.value)) or ("full refit" in str(refused.value))
+    advice = str(refused.value)
+    assert ("wake_up(" in advice) is (way != "empty")
+    assert ("full refit" in advice) is (way.startswith("level 2") or way == "empty")
+    assert "is awake" not in advice
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,19 @@ from refit_protocol.states import (
     step,
 )
 
+# What is wrong and what helps, for whoever asks too early: by the protocol's name and the Python client's.
+_ALL_ASLEEP = "the engine is asleep: wake it first (WakeUp, wake_up())"
+_EMPTY = "the weights were dropped by a sleep at level 2, and none have come since"
 SLEEP_ADVICE = {
-    SleepState.EMPTY: "commit a full refit first",
-    SleepState.LEVEL_2_WEIGHTS_EMPTY: "commit a full refit, then send WakeUp",
+    SleepState.LEVEL_1: _ALL_ASLEEP,
+    SleepState.LEVEL_1_WEIGHTS_AWAKE: 'the KV cache still sleeps: wake it (WakeUp, wake_up(["kv_cache"]))',
+    SleepState.LEVEL_1_KV_CACHE_AWAKE: 'the weights still sleep: wake them (WakeUp, wake_up(["weights"]))',
+    SleepState.LEVEL_2: f"{_ALL_ASLEEP}, then commit a full refit: level 2 dropped the weights",
+    SleepState.LEVEL_2_KV_CACHE_AWAKE: (
+        'the weights still sleep: wake them (WakeUp, wake_up(["weights"])), then commit a full refit'
+    ),
+    SleepState.LEVEL_2_WEIGHTS_EMPTY: f"{_EMPTY}: commit a full refit, then wake the KV cache (WakeUp, wake_up())",
+    SleepState.EMPTY: f"{_EMPTY}: commit a full refit",
 }
 
 
@@ -90,7 +100,7 @@ class Gate:
             return None
         code, advice = reason
         if self.state is EngineState.ASLEEP:
-            advice = f"the engine is {self.sleep.value}: {SLEEP_ADVICE.get(self.sleep, 'send WakeUp first')}"
+            advice = SLEEP_ADVICE.get(self.sleep, advice)
         return ProtocolError(code, advice, state=self.state.value)
 
     async def admit(self, min_version: int | None = None, wait_seconds: float | None = None) -> int:

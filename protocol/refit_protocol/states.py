@@ -67,10 +67,13 @@ ENGINE_TRANSITIONS: dict[tuple[EngineState, EngineEvent], EngineState] = {
 # Why a request that needs a servable engine is refused, by state; in `ready` it is not, in `refitting` and `restoring`
 # it waits.
 NOT_SERVABLE: dict[EngineState, tuple[ErrorCode, str]] = {
-    _S.UNLOADED: (ErrorCode.LOADING, "the model is not loaded yet: send LoadModel"),
+    _S.UNLOADED: (ErrorCode.LOADING, "the model is not loaded yet: have it loaded (LoadModel, load_model())"),
     _S.LOADING: (ErrorCode.LOADING, "the model is still loading: ask Status for its progress"),
-    _S.TORN: (ErrorCode.TORN, "a refit failed half-way: commit a full refit, or send RestoreWeights"),
-    _S.ASLEEP: (ErrorCode.ASLEEP, "the engine is asleep: send WakeUp first"),
+    _S.TORN: (
+        ErrorCode.TORN,
+        "a refit failed half-way: commit a full refit, or restore the last (RestoreWeights, restore())",
+    ),
+    _S.ASLEEP: (ErrorCode.ASLEEP, "the engine is asleep: wake it first (WakeUp, wake_up())"),
     _S.DRAINING: (ErrorCode.DRAINING, "the daemon is shutting down: connect to another, or wait for its restart"),
     _S.DEAD: (ErrorCode.ENGINE_DEAD, "the engine has died: the daemon exits so that its supervisor restarts it"),
 }
