@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import (
-    BeginRefit,
     BroadcastReceived,
     CloseSource,
     CollectiveJoined,
@@ -16,7 +15,6 @@ from refit_protocol.messages import (
     JoinCollective,
     PlanMode,
     ReceiveBroadcast,
-    RefitBegan,
     RefitCommitted,
     RefitReport,
     SourceClosed,
@@ -47,16 +45,7 @@ class BroadcastRefit(OneRefit):
 
     async def begin(self, tensors: Sequence[TensorShape], options: CommitOptions, *, partial: bool) -> None:
         """Everything is validated and the gate shut when this returns; then the workers await the broadcasts."""
-        announced = list(tensors)
-        again = self._role.take_announced(self._source) == announced
-        said = [] if again else announced
-        command = BeginRefit(
-            epoch=self._epoch, source=self._source, tensors=said, again=again, partial=partial, **options
-        )
-        with self._begins():
-            began = await self._connection.request(command, RefitBegan, timeout_seconds=self._timeout_seconds)
-        self._number = began.refit
-        self._role.note_announced(self._source, announced)
+        began = await self._begin(self._source, list(tensors), options, partial=partial)
         self._receiving = asyncio.create_task(
             self._go_on(ReceiveBroadcast(epoch=self._epoch, refit=began.refit), BroadcastReceived)
         )

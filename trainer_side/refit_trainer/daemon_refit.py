@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Literal
 from refit_protocol.awake import awake
 from refit_protocol.messages import (
     ApplyBucket,
-    BeginRefit,
     BucketApplied,
     CommitRefit,
     FinishRefit,
-    RefitBegan,
     RefitCommitted,
     RefitHeld,
     RefitReport,
@@ -102,15 +100,7 @@ class DaemonRefit(OneRefit):
     ) -> None:
         await self.open(buckets, "bucket", [])
         self._buckets = len(buckets.views)
-        again = self._role.take_announced(self._source) == tensors
-        said = [] if again else tensors
-        command = BeginRefit(
-            epoch=self._epoch, source=self._source, tensors=said, again=again, partial=partial, **options
-        )
-        with self._begins():
-            began = await self._connection.request(command, RefitBegan, timeout_seconds=self._timeout_seconds)
-        self._number = began.refit
-        self._role.note_announced(self._source, tensors)
+        await self._begin(self._source, tensors, options, partial=partial)
 
     async def apply(self, filled: FilledBucket) -> None:
         """Returns when the bucket that is packed next has been read."""

@@ -6,9 +6,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import TypeVar
 
-from refit_protocol.messages import AbortRefit, Fact, RefitAborted, Request
+from refit_protocol.messages import AbortRefit, BeginRefit, Fact, RefitAborted, RefitBegan, Request
+from refit_protocol.tensors import TensorShape
 from refit_trainer.connection import Connection
 from refit_trainer.errors import RefitdError
+from refit_trainer.refits import CommitOptions
 from refit_trainer.writer import RECONNECT_SECONDS, WriterRole, is_answer, patience, unless_restarted
 
 _Fact = TypeVar("_Fact", bound=Fact)
@@ -67,6 +69,19 @@ class OneRefit:
             await self.abort(error)
         finally:
             await self.leave()
+
+    async def _begin(
+        self, source: int, tensors: list[TensorShape], options: CommitOptions, *, partial: bool
+    ) -> RefitBegan:
+        """Announces what will come from `source`; not once more what the last refit from it announced, too."""
+        again = self._role.take_announced(source) == tensors
+        said = [] if again else tensors
+        command = BeginRefit(epoch=self._epoch, source=source, tensors=said, again=again, partial=partial, **options)
+        with self._begins():
+            began = await self._connection.request(command, RefitBegan, timeout_seconds=self._timeout_seconds)
+        self._number = began.refit
+        self._role.note_announced(source, tensors)
+        return began
 
     async def _go_on(self, command: Request, expected: type[_Fact]) -> _Fact:
         """A command in the middle: a broken connection is soon back, and a daemon that is gone for longer has ended the
