@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -29,7 +30,6 @@ from refit_protocol.messages import (
     Reply,
     Request,
     SourceOpened,
-    Status,
     ValidateRefit,
     WriterAcquired,
     WriterReleased,
@@ -47,31 +47,13 @@ from refit_trainer import (
 from refit_trainer.fleet.policy import OnFailure
 from refit_trainer.sharing import shared_module
 from tests.fleet.conftest import directory_in
-from tests.trainer.peer import MODEL, Asked, Peer, endpoint_in, running
+from tests.trainer.peer import STATUS as PEER_STATUS
+from tests.trainer.peer import Asked, Peer, endpoint_in, running
 from tests.trainer.test_staging import REPORT
 
 SERVED = 3
-STATUS = Status(
-    daemon_version="0",
-    pid=1,
-    epoch=1,
-    state=EngineState.READY,
-    model=MODEL,
-    version=SERVED,
-    digest="0",
-    digest_mode="sampled",
-    sleep_level=0,
-    asleep_tags=[],
-    progress=1.0,
-    sessions=1,
-    writer=None,
-    running_requests=0,
-    waiting_requests=0,
-    restorable_version=SERVED,
-    last_refit=None,
-    last_error=None,
-    uptime_seconds=0.0,
-    logprobs_mode="raw",
+STATUS = msgspec.structs.replace(
+    PEER_STATUS, version=SERVED, digest="0", digest_mode="sampled", restorable_version=SERVED
 )
 ANSWERS: dict[type[Request], Reply] = {
     GetStatus: STATUS,
