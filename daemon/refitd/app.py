@@ -63,6 +63,7 @@ from refitd.generation import Generation
 from refitd.http import HttpBindError, HttpServer, reserve_socket
 from refitd.lifecycle import Lifecycle
 from refitd.liveness import Liveness
+from refitd.load_progress import LoadProgress
 from refitd.metrics import RefitdMetrics
 from refitd.notify import Notifier, extending
 from refitd.observe import observe
@@ -298,7 +299,7 @@ class App:
         self.engine.on_nan = self.commit.cleaning.soon
         self.adapters.on_change = self._serve_adapters
         self.lifecycle.on_loaded = [self._model_loaded]
-        self.lifecycle.read_progress = lambda: load_progress.read(self._config.runtime_directory)
+        self.lifecycle.read_progress = LoadProgress(self._config.runtime_directory).read
         if self._config.defer_load:
             self.lifecycle.on_failed = self._load_failed
         self.lifecycle.generated_tokens = lambda: self.generation.generated_tokens

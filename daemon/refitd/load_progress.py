@@ -19,6 +19,7 @@ class ProgressFile:
 
     def __init__(self, directory: Path, total_bytes: int) -> None:
         self._path = directory / f"load-progress.{os.getpid()}"
+        self._next = directory / f"load-progress-next.{os.getpid()}"
         self._total_bytes = max(total_bytes, 1)
         self._loaded_bytes = 0
         self._told = -1.0
@@ -36,7 +37,9 @@ class ProgressFile:
             return
         self._told = fraction
         try:
-            self._path.write_text(f"{fraction:.4f}")
+            # A reader finds the last fraction or the next, never an empty file between them.
+            self._next.write_text(f"{fraction:.4f}")
+            self._next.replace(self._path)
         except OSError:
             self._told = 1.0
 
@@ -47,14 +50,22 @@ def prepare(environment: MutableMapping[str, str], runtime_directory: Path) -> N
     environment[PROGRESS_VARIABLE] = str(runtime_directory)
 
 
-def read(runtime_directory: Path) -> float:
-    """In the daemon: 0 before the first weight, 1 once every worker has them all."""
-    fractions = [_fraction(path) for path in _files(runtime_directory)]
-    return min(fractions, default=0.0)
+class LoadProgress:
+    """The daemon's view of one load. It never falls, although a worker that begins late has loaded less than others."""
+
+    def __init__(self, runtime_directory: Path) -> None:
+        self._directory = runtime_directory
+        self._highest = 0.0
+
+    def read(self) -> float:
+        """0 before the first weight, 1 once every worker has them all."""
+        fractions = [_fraction(path) for path in _files(self._directory)]
+        self._highest = max(self._highest, min(fractions, default=0.0))
+        return self._highest
 
 
 def forget(runtime_directory: Path) -> None:
-    for path in _files(runtime_directory):
+    for path in [*_files(runtime_directory), *runtime_directory.glob("load-progress-next.*")]:
         path.unlink(missing_ok=True)
 
 
@@ -64,6 +75,6 @@ def _files(runtime_directory: Path) -> list[Path]:
 
 def _fraction(path: Path) -> float:
     try:
-        return float(path.read_text() or 0.0)
-    except (FileNotFoundError, ValueError):  # gone, or in the middle of being written
+        return float(path.read_text())
+    except FileNotFoundError:
         return 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from refit_protocol.messages import Status
 from refit_protocol.states import EngineState
 from refit_trainer import RefitdError, RequestTimedOut
 from refitd import load_progress
-from refitd.load_progress import PROGRESS_VARIABLE, ProgressFile
+from refitd.load_progress import PROGRESS_VARIABLE, LoadProgress, ProgressFile
 from tests.daemon_process import DaemonProcess, ended, start_daemon
 
 STARTUP_EXIT = 3
@@ -26,25 +27,49 @@ def test_a_load_begins_at_nothing_and_ends_at_one(tmp_path: Path) -> None:
     environment: dict[str, str] = {}
     load_progress.prepare(environment, tmp_path)
     assert environment == {PROGRESS_VARIABLE: str(tmp_path)}
-    assert load_progress.read(tmp_path) == 0.0
+    assert LoadProgress(tmp_path).read() == 0.0
     progress = ProgressFile(tmp_path, total_bytes=1000)
     progress.add(250)
-    assert load_progress.read(tmp_path) == pytest.approx(0.25)
+    assert LoadProgress(tmp_path).read() == pytest.approx(0.25)
     progress.add(10_000)
-    assert load_progress.read(tmp_path) < 1.0
+    assert LoadProgress(tmp_path).read() < 1.0
     progress.done()
-    assert load_progress.read(tmp_path) == 1.0
+    assert LoadProgress(tmp_path).read() == 1.0
     load_progress.forget(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_slowest_worker_counts(tmp_path: Path) -> None:
-    """And one in the middle of writing counts as having said nothing."""
     (tmp_path / "load-progress.1").write_text("0.9000")
     (tmp_path / "load-progress.2").write_text("0.3000")
-    assert load_progress.read(tmp_path) == pytest.approx(0.3)
-    (tmp_path / "load-progress.2").write_text("")
-    assert load_progress.read(tmp_path) == 0.0
+    assert LoadProgress(tmp_path).read() == pytest.approx(0.3)
+
+
+def test_a_worker_that_begins_late_takes_nothing_back(tmp_path: Path) -> None:
+    progress = LoadProgress(tmp_path)
+    for worker, fraction, read in ((1, "0.5000", 0.5), (2, "0.1000", 0.5), (2, "0.6000", 0.5), (1, "0.7000", 0.6)):
+        (tmp_path / f"load-progress.{worker}").write_text(fraction)
+        assert progress.read() == pytest.approx(read)
+
+
+def test_a_reader_never_finds_less_than_before(tmp_path: Path) -> None:
+    """However its looks fall between the writes."""
+    steps = 2000
+
+    def load() -> None:
+        progress = ProgressFile(tmp_path, total_bytes=steps)
+        for _ in range(steps):
+            progress.add(1)
+
+    seen = []
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(load)
+        while not loading.done():
+            seen.append(LoadProgress(tmp_path).read())
+        loading.result()
+    assert seen == sorted(seen)
+    load_progress.forget(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_that_cannot_be_written_does_not_hinder_the_load(tmp_path: Path) -> None:
