@@ -20,6 +20,7 @@ from refit_protocol.states import EngineState
 from refit_trainer import Daemon, RefitdError
 from refit_trainer.link import CurveKeys
 from refitd import temporary
+from tests.waiting import until
 
 START_SECONDS = 240.0
 STOP_SECONDS = 30.0
@@ -155,11 +156,29 @@ def standing_still(*pids: int) -> Iterator[None]:
     """Stops these processes, and lets them go on afterwards, also after a failure."""
     try:
         for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
+            stop(pid)
         yield
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
+
+
+def stop(pid: int) -> None:
+    """Returns once it stands still: on a busy machine its threads run on for a while after the signal was sent."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: _thread_states(pid) <= {"T", None}, f"process {pid} to stand still")
+
+
+def _thread_states(pid: int) -> set[str | None]:
+    return {_state(path) for path in Path(f"/proc/{pid}/task").glob("*/stat")}
+
+
+def _state(stat: Path) -> str | None:
+    """Of a process or thread, None if it is gone; its name, the field before, may hold any letters: see proc(5)."""
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return None
 
 
 def descendants(pid: int) -> list[int]:
@@ -174,11 +193,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in ("Z", "X")
+    return _state(Path(f"/proc/{pid}/stat")) not in ("Z", "X", None)
 
 
 def _children(pid: int) -> list[int]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +18,7 @@ from refit_trainer import Daemon
 from tests.conftest import load_seed
 from tests.http.chats import USER, Streamed, ask, get, post
 from tests.markov import follows, make_markov
+from tests.waiting import until
 
 BLOCK_TOKENS = 128
 LONG = 120
@@ -32,14 +32,6 @@ def sane_again(daemon: Daemon, model: PreTrainedModel) -> Iterator[None]:
     yield
     load_seed(model, 0)
     daemon.refit(model)
-
-
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        pause.wait(0.02)
 
 
 def assert_every_token_fits(
@@ -167,7 +159,7 @@ def test_a_request_waits_for_the_version_it_demands(
 
     asking = threading.Thread(target=demanding)
     asking.start()
-    until(lambda: daemon.status().waiting_requests > 0)
+    until(lambda: daemon.status().waiting_requests > 0, "a request at the gate")
     daemon.refit(model)
     asking.join()
     assert answers[0]["choices"][0]["weights_version"] == wanted
@@ -231,8 +223,8 @@ def test_the_request_of_a_client_that_left_leaves_the_engine(
     else:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{base_url}/chat/completions", json=body, timeout=httpx.Timeout(120.0, read=0.1))
-    until(lambda: daemon.status().running_requests == 0)
-    until(lambda: vllm_figure(base_url, "vllm:num_requests_running") == 0)
+    until(lambda: daemon.status().running_requests == 0, "the last request's end")
+    until(lambda: vllm_figure(base_url, "vllm:num_requests_running") == 0, "the engine to have none either")
     assert vllm_figure(base_url, "vllm:generation_tokens_total") - before < SAMPLES * LONG
 
 

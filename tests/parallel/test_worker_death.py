@@ -11,7 +11,7 @@ import pytest
 from refit_protocol.errors import ErrorCode
 from refit_trainer import RefitdError
 from refitd.app import ExitCode
-from tests.daemon_process import DaemonProcess
+from tests.daemon_process import DaemonProcess, stop
 from tests.parallel.engines import Said, shared_model, wait_until_refitting, worker_pids
 
 pytestmark = pytest.mark.slow
@@ -25,7 +25,7 @@ def test_a_killed_rank_ends_the_daemon(two_ranks: DaemonProcess, fresh: Said) ->
     with two_ranks.connect() as daemon, two_ranks.connect() as looking, ThreadPoolExecutor(1) as pool:
         daemon.refit(model)
         victim = worker_pids(two_ranks)[1]
-        os.kill(victim, signal.SIGSTOP)
+        stop(victim)
         refit = pool.submit(daemon.refit, model)
         wait_until_refitting(looking, refit)
         os.kill(victim, signal.SIGKILL)
