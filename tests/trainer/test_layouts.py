@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import Manifest, ManifestTensor
 from refit_protocol.tensors import DType, TensorShape
 from refit_trainer import LayoutMismatch
@@ -50,6 +51,15 @@ def test_specs_that_say_no_dtype_or_shape_are_refused(dtype: Any, shape: Any) ->
     """At once and by name, before anything is sent."""
     with pytest.raises(TypeError, match=r"no dtype and shape of a\b"):
         announced([TensorShape(name="a", dtype=dtype, shape=shape)])
+
+
+def test_of_the_specs_those_that_are_to_come_are_announced() -> None:
+    """In their own order; a name that is not among them is refused with the daemon's code for it."""
+    specs = layout_of((name, torch.ones(1)) for name in "abc").values()
+    assert [*announced(iter(specs), only=["c", "a"])] == ["a", "c"]
+    with pytest.raises(LayoutMismatch, match="d") as refused:
+        announced(specs, only=["a", "d"])
+    assert refused.value.code is ErrorCode.MANIFEST_MISMATCH
 
 
 def test_specs_are_tensor_shapes() -> None:

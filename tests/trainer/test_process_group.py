@@ -57,6 +57,22 @@ def test_what_is_broadcast_arrives(pool: ThreadPoolExecutor) -> None:
             assert other._buffers[0][:5].tolist() == [0, 1, 2, 3, 4]
 
 
+def test_who_attends_may_write_specs_as_who_sends(pool: ThreadPoolExecutor) -> None:
+    """Both mean the same layout; what is no spec is refused at once, and the group is as good as before."""
+    as_written = [
+        TensorShape(name="a", dtype=torch.float32, shape=[40, 3]),  # type: ignore[arg-type]
+        TensorShape(name="b", dtype="int8", shape=torch.Size([5])),  # type: ignore[arg-type]
+    ]
+    host, other = pair(pool)
+    with host, other:
+        with pytest.raises(TypeError, match="no tuple"):
+            other.attend([("a", (40, 3))])  # type: ignore[list-item]
+        attending = pool.submit(other.attend, as_written)
+        host.broadcast(iter(tensors().items()), as_written)
+        attending.result()
+        assert other._buffers[0][:5].tolist() == [0, 1, 2, 3, 4]
+
+
 def test_an_iterator_needs_its_specs_in_order(pool: ThreadPoolExecutor) -> None:
     """Without them nothing is sent; with another order it breaks off, which both sides are told."""
     host, other = pair(pool)

@@ -19,6 +19,7 @@ from refit_protocol.messages import (
     AcquireWriter,
     ApplyBucket,
     BeginRefit,
+    BroadcastReceived,
     BucketApplied,
     CloseSource,
     CommitRefit,
@@ -27,6 +28,7 @@ from refit_protocol.messages import (
     GetStatus,
     Manifest,
     OpenSource,
+    ReceiveBroadcast,
     RefitAborted,
     RefitBegan,
     RefitCommitted,
@@ -51,6 +53,7 @@ from refit_trainer import (
     Fleet,
     LayoutMismatch,
     RefitdError,
+    TensorShape,
     one_refit,
     share_parameters,
     writer,
@@ -362,6 +365,35 @@ def test_cancelled_refit_lets_go_of_the_role(peer: Peer, work: object, command: 
             await asyncio.wait({again})
 
     asyncio.run(cancelled())
+
+
+@pytest.mark.parametrize(("only", "names"), [(None, ["a", "b"]), (["b"], ["b"])])
+def test_who_only_receives_announces_as_who_sends(peer: Peer, only: list[str] | None, names: list[str]) -> None:
+    """Specs as people write them become those of the wire, of the tensors that are to come."""
+    as_written = [
+        TensorShape(name="a", dtype=torch.float32, shape=[4, 3]),  # type: ignore[arg-type]
+        TensorShape(name="b", dtype="float32", shape=torch.Size([5])),  # type: ignore[arg-type]
+    ]
+    expected = layout_of([("a", torch.ones(4, 3)), ("b", torch.ones(5))])
+
+    def answer() -> BeginRefit:
+        peer.next(AcquireWriter).reply(WriterAcquired(epoch=7))
+        begun = begin(peer)
+        peer.next(ReceiveBroadcast).reply(BroadcastReceived(refit=5, size_bytes=1))
+        peer.next(FinishRefit).reply(RefitCommitted(report=REPORT))
+        return begun
+
+    async def received() -> BeginRefit:
+        async with AsyncDaemon.connect(peer.endpoint) as client:
+            report, begun = await asyncio.gather(
+                client.receive_refit(1, as_written, only=only), asyncio.to_thread(answer)
+            )
+            assert report == REPORT
+            return begun
+
+    begun = asyncio.run(received())
+    assert begun.tensors == [expected[name] for name in names]
+    assert begun.partial == (only is not None)
 
 
 def answer_until(peer: Peer, command: type[Request]) -> None:

@@ -244,7 +244,9 @@ class AsyncDaemon:
     async def receive_refit(
         self, source: int, tensors: Sequence[TensorShape], **options: Unpack[RefitOptions]
     ) -> RefitReport:
-        """Commits what the host of a joined group broadcasts meanwhile: `tensors`, in this order."""
+        """Commits what the host of a joined group broadcasts meanwhile: `tensors`, in this order, or those of them that
+        `only` names.
+        """
         return await refit_by_broadcast(self.connection, self._role, source, tensors, options)
 
     async def restore(self) -> WeightsRestored:

@@ -22,6 +22,7 @@ from refit_protocol.messages import (
 from refit_protocol.tensors import TensorShape
 from refit_trainer.connection import Connection
 from refit_trainer.errors import RefitdError
+from refit_trainer.layouts import announced
 from refit_trainer.one_refit import OneRefit
 from refit_trainer.refits import CommitOptions, RefitOptions, split_options
 from refit_trainer.writer import WriterRole
@@ -125,12 +126,13 @@ async def leave_group(connection: Connection, role: WriterRole, source: int, *, 
 async def refit_by_broadcast(
     connection: Connection, role: WriterRole, source: int, tensors: Sequence[TensorShape], given: RefitOptions
 ) -> RefitReport:
-    """For whoever is not the sender: the broadcasts are another process's."""
+    """For whoever is not the sender: the broadcasts are another process's, of those of `tensors` that `only` names."""
     only, options, timeout_seconds = split_options(given)
+    layout = announced(tensors, only)
     refit = BroadcastRefit(connection, role, source, timeout_seconds)
     try:
         await refit.enter()
-        await refit.begin(tensors, options, partial=only is not None)
+        await refit.begin([*layout.values()], options, partial=only is not None)
         return await refit.finish()
     except BaseException as error:
         await refit.abort(error)

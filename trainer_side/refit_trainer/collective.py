@@ -15,7 +15,7 @@ import torch
 from refit_protocol.messages import CollectiveJoined, PlanMode, RefitReport, Status
 from refit_trainer.broadcast_refits import BroadcastRefit, join_group, leave_group
 from refit_trainer.connection import Connection
-from refit_trainer.layouts import check_selection, selected
+from refit_trainer.layouts import announced, check_selection, selected
 from refit_trainer.names import checkpoint_tensors
 from refit_trainer.process_group import TIMEOUT_SECONDS, BroadcastGroup, Listener, local_address, terms_of
 from refit_trainer.refits import RefitOptions, split_options
@@ -214,8 +214,7 @@ def _only(
         check_selection(only, weights)
         return {name: tensor for name, tensor in weights.items() if name in names}, None
     if specs is not None:
-        check_selection(only, {spec.name for spec in specs})
-        specs = [spec for spec in specs if spec.name in names]
+        specs = [*announced(specs, only).values()]
     return selected(weights, names), specs
 
 

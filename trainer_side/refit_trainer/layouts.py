@@ -25,23 +25,30 @@ def layout_of(tensors: Iterable[NamedTensor]) -> Layout:
     return {name: _shape(name, tensor) for name, tensor in tensors}
 
 
-def announced(specs: Iterable[TensorShape]) -> Layout:
+def announced(specs: Iterable[TensorShape], only: Iterable[str] | None = None) -> Layout:
     """By name, with dtypes and shapes of the very types that are compared later: a dtype may be given by its name or as
     torch's, a shape as a list. Raises TypeError for anything else.
+
+    `only`: names of those that will come; `LayoutMismatch` if one is not among them.
     """
-    return {spec.name: spec for spec in map(_exact, specs)}
+    layout = {spec.name: spec for spec in map(_exact, specs)}
+    if only is None:
+        return layout
+    names = frozenset(only)
+    check_selection(names, layout)
+    return {name: spec for name, spec in layout.items() if name in names}
 
 
 def _exact(spec: TensorShape) -> TensorShape:
     if not isinstance(spec, TensorShape):
-        raise TypeError(f"specs= takes TensorShape(name=..., dtype=..., shape=...), no {type(spec).__name__}")
+        raise TypeError(f"a spec is a TensorShape(name=..., dtype=..., shape=...), no {type(spec).__name__}")
     if type(spec.dtype) is DType and type(spec.shape) is tuple:
         return spec
     try:
         dtype = DType(str(spec.dtype).removeprefix("torch."))
         return TensorShape(name=spec.name, dtype=dtype, shape=tuple(map(int, spec.shape)))
     except (TypeError, ValueError) as error:
-        raise TypeError(f"specs= has no dtype and shape of {spec.name}: {error}") from None
+        raise TypeError(f"the specs have no dtype and shape of {spec.name}: {error}") from None
 
 
 def named_pairs(weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:

@@ -201,7 +201,7 @@ class BroadcastGroup:
 
     def attend(self, specs: Sequence[TensorShape]) -> None:
         """Any other trainer rank: takes part in a broadcast of these tensors, whose bytes it does not need."""
-        layout = BroadcastLayout(tuple(specs), self.terms.bucket_bytes)
+        layout = self._layout_of(tuple(announced(specs).values()))
         with self._breaking(), _typed():
             self._rendezvous.say_ready(layout.fingerprint)
             for broadcast in layout.broadcasts:
