@@ -49,6 +49,7 @@ def test_flags_win_over_the_environment_which_wins_over_the_file(
         ('model = "m"\n[refit]\npolicy = "hope"\n', "refit.policy"),
         ("[refit]\n", "model"),
         ('model = "m"\n[http]\nenabled = true\n[engine]\ntokenizer = false\n', "engine.tokenizer"),
+        ('model = "m"\n[http]\nmax_total_body_bytes = 1000\n', "max_body_bytes"),
         ('model = "m"\nendpoint = "tcp://0.0.0.0:1"\n', "endpoint"),
         ("model = m\n", "refitd.toml"),
     ],

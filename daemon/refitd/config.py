@@ -129,18 +129,28 @@ class GenerationConfig(Section):
 
 
 class HttpConfig(Section):
-    """The OpenAI endpoint. Port 0 takes a free one."""
+    """The OpenAI endpoint. Port 0 takes a free one.
+
+    `max_total_body_bytes` bounds the bodies of all requests together, each until it is answered.
+    """
 
     enabled: bool = False
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)
     api_key: str | None = None
     max_body_bytes: int = Field(default=32 << 20, gt=0)
+    max_total_body_bytes: int = Field(default=2 << 30, gt=0)
     max_connections: int = Field(default=10_000, gt=0)
     strict_prefix: bool = True
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     chat_template: Path | None = None
+
+    @model_validator(mode="after")
+    def _one_body_fits(self) -> Self:
+        if self.max_total_body_bytes < self.max_body_bytes:
+            raise ValueError("max_total_body_bytes must not be less than max_body_bytes")
+        return self
 
 
 class ShutdownConfig(Section):

@@ -25,6 +25,7 @@ from refitd.adapters import AdapterUses
 from refitd.config import HttpConfig
 from refitd.engine import Adapter, Engine, EngineInfo, StartupError
 from refitd.gate import Gate
+from refitd.http_body import BodyRoom, BodyShare, read_body
 from refitd.http_connection import BoundedConnection
 from refitd.http_errors import error_response
 from refitd.http_json import check_json
@@ -190,17 +191,20 @@ class Door:
         self._config = config
         self._gate = gate
         self._registry = registry
+        self._room = BodyRoom(config.max_total_body_bytes)
         self.app: ASGIApp | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
-        try:
-            answer: ASGIApp = await self._answer(scope, receive)
-        except ProtocolError as error:
-            answer = error_response(error)
-        await answer(scope, receive, send)
+        # Until the answer has ended: vLLM's app keeps the body, and what it read there, as long.
+        with BodyShare(self._room) as share:
+            try:
+                answer: ASGIApp = await self._answer(scope, receive, share)
+            except ProtocolError as error:
+                answer = error_response(error)
+            await answer(scope, receive, send)
 
-    async def _answer(self, scope: Scope, receive: Receive) -> ASGIApp:
+    async def _answer(self, scope: Scope, receive: Receive, share: BodyShare) -> ASGIApp:
         path = scope["path"]
         if path == "/health":
             return self._health()
@@ -208,17 +212,17 @@ class Door:
             return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
         self._check_key(Headers(scope=scope))
         app = self._app_for(path)
-        body = await self._body(scope, receive)
+        body = await self._body(scope, receive, share)
         if len(body) <= LOOKED_AT_HERE_BYTES:
             check_json(body)
         else:
             await asyncio.to_thread(check_json, body)
         return _WithBody(app, body)
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+    async def _body(self, scope: Scope, receive: Receive, share: BodyShare) -> bytes:
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                return await read_body(scope, receive, self._config.max_body_bytes)
+                return await read_body(scope, receive, self._config.max_body_bytes, share)
         except TimeoutError:
             raise ProtocolError(
                 ErrorCode.DEADLINE_EXCEEDED, f"the body did not come within {BODY_SECONDS:g} s"
@@ -269,28 +273,3 @@ class _WithBody:
             return {"type": "http.request", "body": body, "more_body": False}
 
         await self._app(scope, replay, send)
-
-
-async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
-    """Raises `message_too_large`, where the length is announced before a byte of it is read."""
-    announced = Headers(scope=scope).get("content-length", "0")
-    if announced.isdecimal() and int(announced) > limit_bytes:
-        raise _too_large(limit_bytes)
-    parts: list[bytes] = []
-    size_bytes = 0
-    more = True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ProtocolError(ErrorCode.CANCELLED, "the client left before its request was complete")
-        part = message.get("body", b"")
-        size_bytes += len(part)
-        if size_bytes > limit_bytes:
-            raise _too_large(limit_bytes)
-        parts.append(part)
-        more = message.get("more_body", False)
-    return b"".join(parts)
-
-
-def _too_large(limit_bytes: int) -> ProtocolError:
-    return ProtocolError(ErrorCode.MESSAGE_TOO_LARGE, f"the body is larger than http.max_body_bytes = {limit_bytes}")

@@ -7,7 +7,11 @@ from http import HTTPStatus
 from starlette.responses import JSONResponse
 
 from refit_protocol.errors import ErrorCode, ProtocolError
+from refitd.http_body import NoRoomError
 from refitd.prefix import PrefixError, PrefixMismatchError
+
+# Room is made whenever an answer ends.
+RETRY_AFTER_SECONDS = 1
 
 STATUS: dict[ErrorCode, HTTPStatus] = {
     ErrorCode.MALFORMED_MESSAGE: HTTPStatus.BAD_REQUEST,
@@ -33,6 +37,8 @@ STATUS: dict[ErrorCode, HTTPStatus] = {
 def status_of(error: ProtocolError) -> HTTPStatus:
     if isinstance(error, PrefixMismatchError):
         return HTTPStatus.CONFLICT
+    if isinstance(error, NoRoomError):
+        return HTTPStatus.SERVICE_UNAVAILABLE
     return STATUS.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
@@ -52,4 +58,7 @@ def error_body(error: ProtocolError) -> dict[str, object]:
 
 def error_response(error: ProtocolError) -> JSONResponse:
     """The header keeps OpenAI's clients, which repeat after any 409 or 5xx, from repeating what cannot succeed."""
-    return JSONResponse(error_body(error), status_of(error), headers={"x-should-retry": str(error.retryable).lower()})
+    headers = {"x-should-retry": str(error.retryable).lower()}
+    if isinstance(error, NoRoomError):
+        headers["retry-after"] = str(RETRY_AFTER_SECONDS)
+    return JSONResponse(error_body(error), status_of(error), headers=headers)
