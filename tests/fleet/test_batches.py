@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from refit_protocol.errors import ErrorCode
 from refit_protocol.states import EngineEvent
-from refit_trainer import AsyncFleet, Fleet, NoMember, OutputIncomplete, RefitdError, Sample, Sampling, VersionsMixed
-from refit_trainer.replies import AsyncReplies
+from refit_trainer import (
+    AsyncFleet,
+    Delta,
+    Fleet,
+    MemberLost,
+    NoMember,
+    OutputIncomplete,
+    RefitdError,
+    Sample,
+    Sampling,
+    VersionsMixed,
+)
+from refit_trainer.fleet.aio import FleetOptions
+from refit_trainer.replies import AsyncReplies, Replies
 from tests.server.small_daemon import SmallDaemon
+from tests.trainer.wire import Wire, wire_to
 
 # Which daemon gets which is a matter of hashes of paths: so many that none of the three is left without.
 COUNT = 48
 PROMPTS = [[number, 5, 6] for number in range(COUNT)]
 TEN = Sampling(max_tokens=10)
+OVER_A_WIRE: FleetOptions = {"probe_seconds": 60.0, "patience_seconds": 0.1}
 
 
 @pytest.fixture
@@ -182,6 +197,170 @@ def test_what_a_refit_cut_off_is_raised(fleet: Fleet, small_daemons: list[SmallD
     assert {len(sample.token_ids) for sample in raised.value.samples} == {3}
     assert len(raised.value.samples) <= ended
     arrived(small_daemons, 0)
+
+
+def test_a_stream_without_a_token_is_made_elsewhere(fleet: Fleet, small_daemons: list[SmallDaemon]) -> None:
+    """Where a daemon says that it ends, as where it is gone: nothing was delivered yet, and nothing is raised."""
+    deltas = fleet.stream(PROMPTS, TEN)
+    arrived(small_daemons, COUNT)
+    end(small_daemons[0], ErrorCode.DRAINING)
+    arrived(small_daemons[1:], COUNT)
+    run_all(small_daemons[1:])
+    assert whole_outputs(list(deltas)) == {*range(COUNT)}
+
+
+def test_a_stream_in_the_middle_ends_behind_all_else(fleet: Fleet, small_daemons: list[SmallDaemon]) -> None:
+    """Of a daemon that ends, what has not begun is made elsewhere; nothing of what has begun is told twice, or taken
+    for whole: the error names it.
+    """
+    deltas = fleet.stream(PROMPTS, TEN)
+    arrived(small_daemons, COUNT)
+    begun = step_half(small_daemons[0], 3)
+    end(small_daemons[0], ErrorCode.ENGINE_DEAD)
+    arrived(small_daemons[1:], COUNT - begun)
+    run_all(small_daemons[1:])
+    got, lost = read_until_lost(deltas)
+    assert lost.code is ErrorCode.ENGINE_DEAD
+    assert lost.details["endpoint"] == small_daemons[0].endpoint
+    cut_off = {*lost.details["prompts"]}
+    assert len(cut_off) == begun
+    assert whole_outputs([delta for delta in got if delta.prompt not in cut_off]) == {*range(COUNT)} - cut_off
+    assert {prompt: tokens_of(got, prompt) for prompt in cut_off} == {prompt: [0, 1, 2] for prompt in cut_off}
+
+
+def test_a_stream_that_yields_the_incomplete_has_an_end_of_each(fleet: Fleet, small_daemons: list[SmallDaemon]) -> None:
+    """Of those that a daemon ended in the middle, too, with its reason: nothing is raised."""
+    deltas = fleet.stream(PROMPTS, TEN, incomplete="yield")
+    arrived(small_daemons, COUNT)
+    begun = step_half(small_daemons[0], 3)
+    end(small_daemons[0], ErrorCode.ENGINE_DEAD)
+    arrived(small_daemons[1:], COUNT - begun)
+    run_all(small_daemons[1:])
+    got = list(deltas)
+    ends = [delta for delta in got if delta.finish_reason is not None]
+    assert sorted(delta.prompt for delta in ends) == [*range(COUNT)]
+    cut_off = {delta.prompt for delta in ends if delta.error is ErrorCode.ENGINE_DEAD}
+    assert len(cut_off) == begun
+    assert whole_outputs([delta for delta in got if delta.prompt not in cut_off]) == {*range(COUNT)} - cut_off
+
+
+def test_all_daemons_that_end_under_a_stream_are_told_together(fleet: Fleet, small_daemons: list[SmallDaemon]) -> None:
+    """Whoever asks for the prompts of the error again has then all of them."""
+    deltas = fleet.stream(PROMPTS, TEN)
+    arrived(small_daemons, COUNT)
+    left = len(small_daemons[2].engine.running)
+    for daemon in small_daemons:
+        daemon.step(3)
+    for daemon in small_daemons[:2]:
+        end(daemon, ErrorCode.DRAINING)
+    run_all(small_daemons[2:])
+    got, lost = read_until_lost(deltas)
+    finished = {delta.prompt for delta in got if delta.finish_reason is not None}
+    assert len(finished) == left
+    assert {*lost.details["prompts"]} == {*range(COUNT)} - finished
+
+
+def test_a_lost_daemons_stream_is_made_elsewhere_unless_it_has_begun(
+    small_daemons: list[SmallDaemon], tmp_path: Path
+) -> None:
+    """The same for one whose connection is gone, and who says nothing."""
+    with wire_to(small_daemons[0], tmp_path / "w") as wire, over(wire, small_daemons) as fleet:
+        deltas = fleet.stream(PROMPTS, TEN, incomplete="yield")
+        arrived(small_daemons, COUNT)
+        begun = step_half(small_daemons[0], 3)
+        read = [next(deltas) for _ in range(begun)]
+        close(wire, small_daemons[0])
+        arrived(small_daemons[1:], COUNT - begun)
+        run_all(small_daemons[1:])
+        got, lost = read_until_lost(deltas)
+        cut_off = {*lost.details["prompts"]}
+        assert cut_off == {delta.prompt for delta in read}
+        assert whole_outputs(got) == {*range(COUNT)} - cut_off
+
+
+def test_what_a_lost_daemon_did_not_end_when_cancelled_is_told(
+    small_daemons: list[SmallDaemon], tmp_path: Path
+) -> None:
+    """It is not asked for again, and not left out in silence either."""
+
+    async def scene(wire: Wire) -> tuple[list[Sample], MemberLost]:
+        got: list[Sample] = []
+        async with AsyncFleet.connect(endpoints_over(wire, small_daemons), **OVER_A_WIRE) as fleet:
+            samples = fleet.generate(PROMPTS, TEN)
+            reading = asyncio.create_task(_read_into(got, samples))
+            await asyncio.to_thread(arrived, small_daemons, COUNT)
+            # This loop stands still meanwhile: it sees the end of the wire when the cancellation is under way.
+            close(wire, small_daemons[0])
+            await samples.cancel()
+            with pytest.raises(MemberLost) as lost:
+                await reading
+        return got, lost.value
+
+    with wire_to(small_daemons[0], tmp_path / "w") as wire:
+        got, lost = asyncio.run(scene(wire))
+    assert {sample.finish_reason for sample in got} == {"cancelled"}
+    assert lost.details["endpoint"] == wire.endpoint
+    assert {sample.prompt for sample in got} == {*range(COUNT)} - {*lost.details["prompts"]}
+
+
+async def _read_into(got: list[Sample], samples: AsyncReplies[Sample]) -> None:
+    async for sample in samples:
+        got.append(sample)  # noqa: PERF401 - what has come is kept when the iteration raises
+
+
+def whole_outputs(deltas: list[Delta]) -> set[int]:
+    """The prompts of the deltas, each of which have all tokens once, in order, and an end."""
+    prompts = {delta.prompt for delta in deltas}
+    for prompt in prompts:
+        mine = [delta for delta in deltas if delta.prompt == prompt]
+        assert [delta.finish_reason for delta in mine] == [None] * (len(mine) - 1) + ["length"]
+        assert tokens_of(deltas, prompt) == [*range(10)]
+    return prompts
+
+
+def tokens_of(deltas: list[Delta], prompt: int) -> list[int]:
+    return [token for delta in deltas if delta.prompt == prompt for token in delta.token_ids.tolist()]
+
+
+def read_until_lost(deltas: Replies[Delta]) -> tuple[list[Delta], MemberLost]:
+    got: list[Delta] = []
+    with pytest.raises(MemberLost) as lost:
+        got.extend(deltas)
+    return got, lost.value
+
+
+def step_half(daemon: SmallDaemon, tokens: int) -> int:
+    """Every other running output, of which there are so many, gets so many tokens."""
+
+    def step() -> int:
+        engine = daemon.engine
+        resting = dict([*engine.running.items()][::2])
+        engine.running = {key: done for key, done in engine.running.items() if key not in resting}
+        stepped = len(engine.running)
+        engine.step(tokens)
+        engine.running |= resting
+        return stepped
+
+    return daemon.in_loop(step)
+
+
+def end(daemon: SmallDaemon, error: ErrorCode) -> None:
+    """As a daemon ends: it serves nothing new, and says so to everybody whom it serves."""
+    daemon.in_loop(lambda: daemon.gate.step(EngineEvent.DRAIN_STARTED))
+    abort(daemon, error)
+
+
+def endpoints_over(wire: Wire, daemons: list[SmallDaemon]) -> list[str]:
+    """The first of them over the wire."""
+    return [wire.endpoint, *(daemon.endpoint for daemon in daemons[1:])]
+
+
+def over(wire: Wire, daemons: list[SmallDaemon]) -> Fleet:
+    return Fleet.connect(endpoints_over(wire, daemons), **OVER_A_WIRE)
+
+
+def close(wire: Wire, daemon: SmallDaemon) -> None:
+    asyncio.run_coroutine_threadsafe(wire.close(), daemon.loop).result(timeout=60)
 
 
 def abort(daemon: SmallDaemon, error: ErrorCode) -> None:

@@ -162,9 +162,10 @@ class NoMember(RefitdError):
 
 
 class MemberLost(RefitdError):
-    """A daemon ended while its tokens were being delivered: what came is a part. Ask for these prompts again.
+    """A daemon ended in the middle of outputs: what came of them is a part. Ask for these prompts again.
 
-    `details` holds the `endpoint` and the numbers of the `prompts`.
+    Raised when everything else has come. `details` holds the numbers of the `prompts`, and the `endpoint` of the first
+    daemon that ended; `code` is its reason, None where it gave none.
     """
 
     default_fault = Fault.DAEMON

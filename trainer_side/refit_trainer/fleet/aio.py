@@ -200,7 +200,11 @@ class AsyncFleet:
     def stream(
         self, prompts: Iterable[Prompt], sampling: Sampling | None = None, **options: Unpack[FleetGenerateOptions]
     ) -> AsyncReplies[Delta]:
-        """Yields tokens as the engines make them. `MemberLost` where a daemon ends in the middle of an output."""
+        """Yields tokens as the engines make them.
+
+        Where a daemon ends, outputs without a token are made by another. One in the middle is not made again: when all
+        else has come, `MemberLost` names its prompt. With `incomplete="yield"` it has the end that its daemon gave it.
+        """
         return self._replies(order_of(prompts, sampling, options, whole=False), same)
 
     async def cancel(self) -> list[int]:

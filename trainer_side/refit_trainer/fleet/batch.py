@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -35,6 +37,15 @@ _NOT_THERE = (DaemonUnreachable, DaemonRestarted, SessionLost)
 _MOVES = 3
 
 
+@dataclass(frozen=True)
+class _Lost:
+    """What ended with a daemon, and is not made again elsewhere."""
+
+    endpoint: str
+    prompts: frozenset[int]
+    why: RefitdError | None
+
+
 class Batch:
     """Lives from the caller's request to the last output; belongs to one task of the event loop."""
 
@@ -56,7 +67,7 @@ class Batch:
         self._resolved: dict[int, tuple[int, bool, int]] = {}
         self._common: ResolvedSampling | None = None
         self._asked: dict[tuple[Member, int], Part] = {}
-        self._lost: MemberLost | None = None
+        self._lost: list[_Lost] = []
         self._cancelled = False
         self._cancel_seconds = 0.0
 
@@ -72,8 +83,8 @@ class Batch:
                 await self._place(self._order.everything)
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        if self._lost is not None:
-            raise self._lost
+        if self._lost:
+            raise _member_lost(self._lost)
         self._mailbox.put(self._finished())
 
     async def cancel(self, timeout_seconds: float) -> None:
@@ -139,15 +150,17 @@ class Batch:
             for prompt, output in part.keys:
                 if (prompt, output) not in self._done:
                     self._router.add(member.endpoint, -self._tokens(prompt), -1)
-        if not self._cancelled:
+        why = why or next((self._undelivered[key] for key in part.keys if key in self._undelivered), None)
+        if self._cancelled:
+            self._note_lost(member, [key for key in part.keys if key not in self._done], why)
+        else:
             await self._move(member, part, why)
 
     async def _move(self, member: Member, part: Part, why: RefitdError | None) -> None:
         """Asks elsewhere for what did not come."""
-        if begun := [key for key in part.keys if key in self._delivering]:
-            self._lost = self._lost or _lost(member, begun, why)
+        begun = [key for key in part.keys if key in self._delivering]
+        self._note_lost(member, begun, why)
         left = [*part.without({*self._done, *begun})]
-        why = why or next((self._undelivered[key] for key in part.keys if key in self._undelivered), None)
         for key in part.keys:
             self._open.pop(key, None)
         if left and part.moves >= _MOVES:
@@ -157,6 +170,11 @@ class Batch:
                 await self._place(rest)
             except NoMember as nobody:
                 raise (why or nobody) from nobody
+
+    def _note_lost(self, member: Member, outputs: list[Output], why: RefitdError | None) -> None:
+        """To be told when everything else has come."""
+        if outputs:
+            self._lost.append(_Lost(member.endpoint, frozenset(prompt for prompt, _ in outputs), why))
 
     async def _read(self, member: Member, part: Part) -> None:
         remaining_seconds = self._remaining_seconds
@@ -212,10 +230,7 @@ class Batch:
     def _deliverable(self, member: Member, key: Output, delta: Delta) -> list[Delta]:
         """With `whole` all of an output that is finished and as it should be; else each delta as it comes."""
         if not self._order.whole:
-            if not self._is_pure([delta]):
-                raise self._mixed(member, Part((key[0],), key[1], 1))
-            self._note_delivered(key, delta)
-            return [delta]
+            return self._streamed(member, key, delta)
         self._open.setdefault(key, []).append(delta)
         if delta.finish_reason is None:
             return []
@@ -223,11 +238,30 @@ class Batch:
         if not self._is_pure(collected):
             self._undelivered[key] = self._mixed(member, Part((key[0],), key[1], 1))
         elif delta.error in _DAEMON_ENDED:
-            self._undelivered[key] = RefitdError(f"{member.endpoint} gave up on it", code=delta.error)
+            self._undelivered[key] = _gave_up(member, delta)
         else:
             self._done.add(key)
             return collected
         return []
+
+    def _streamed(self, member: Member, key: Output, delta: Delta) -> list[Delta]:
+        deltas = self._last_words(member, key, delta) if delta.error in _DAEMON_ENDED else [delta]
+        if not self._is_pure(deltas):
+            raise self._mixed(member, Part((key[0],), key[1], 1))
+        for each in deltas:
+            self._note_delivered(key, each)
+        return deltas
+
+    def _last_words(self, member: Member, key: Output, delta: Delta) -> list[Delta]:
+        """What a daemon that ends says of an output: nothing of one that was not begun, for another daemon makes it."""
+        begun = key in self._delivering
+        if begun and self._order.reading.incomplete == "yield":
+            return [delta]
+        self._undelivered[key] = _gave_up(member, delta)
+        if not begun or not len(delta.token_ids):
+            return []
+        # Its end is told by `MemberLost`, when everything else has come.
+        return [msgspec.structs.replace(delta, finish_reason=None, error=None)]
 
     def _note_delivered(self, key: Output, delta: Delta) -> None:
         if delta.finish_reason is None:
@@ -300,9 +334,17 @@ def _renumbered(error: RefitdError, part: Part) -> RefitdError:
     )
 
 
-def _lost(member: Member, begun: list[Output], why: RefitdError | None) -> MemberLost:
-    prompts = sorted({prompt for prompt, _ in begun})
+def _gave_up(member: Member, delta: Delta) -> RefitdError:
+    return RefitdError(f"{member.endpoint} gave up on it", code=delta.error)
+
+
+def _member_lost(lost: Sequence[_Lost]) -> MemberLost:
+    """Of all that ended: the first one's reason, everybody's prompts."""
+    first = lost[0]
+    prompts = sorted(frozenset[int]().union(*(each.prompts for each in lost)))
+    others = "" if len(lost) == 1 else f", and {len(lost) - 1} more such ends"
     return MemberLost(
-        f"{member.endpoint} ended while it was answering prompts {prompts}: {why}",
-        details={"endpoint": member.endpoint, "prompts": prompts},
+        f"{first.endpoint} ended ({first.why}){others}: prompts {prompts} were not answered to their end",
+        code=None if first.why is None else first.why.code,
+        details={"endpoint": first.endpoint, "prompts": prompts},
     )

@@ -96,7 +96,7 @@ class Fleet:
     def stream(
         self, prompts: Iterable[Prompt], sampling: Sampling | None = None, **options: Unpack[FleetGenerateOptions]
     ) -> Replies[Delta]:
-        """Yields tokens as the engines make them."""
+        """Yields tokens as the engines make them; see `AsyncFleet.stream`."""
         return self._replies(order_of(prompts, sampling, options, whole=False), same)
 
     def cancel(self) -> list[int]:
