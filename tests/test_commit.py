@@ -11,6 +11,7 @@ import pytest
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import BeginRefit, CommitRefit, RefitCommitted, ReleaseWriter, WriterReleased
 from refit_protocol.states import EngineState
+from refitd.commit import REPORTS_KEPT
 from tests.scripted_app import loaded_app, worker_refusal
 
 
@@ -86,5 +87,27 @@ def test_weights_that_cannot_be_kept_are_committed_all_the_same(
             del scripted.llm.failures["refitd_keep_last"]
             await scripted.ask(session, command, RefitCommitted)
             assert commit.restorable_version == 2
+
+    asyncio.run(run())
+
+
+def test_the_last_refits_are_in_the_status_newest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were published; the oldest are forgotten."""
+
+    async def run() -> None:
+        async with loaded_app(tmp_path, monkeypatch) as scripted:
+            session, epoch = await scripted.writer()
+            source = await scripted.open(session, epoch)
+            command = CommitRefit(epoch=epoch, source=source)
+            reports = [(await scripted.ask(session, command, RefitCommitted)).report for _ in range(REPORTS_KEPT + 2)]
+            scripted.llm.failures["refitd_commit"] = worker_refusal(ErrorCode.NOT_FINITE)
+            with pytest.raises(ProtocolError):
+                await scripted.ask(session, command, RefitCommitted)
+            status = scripted.app.lifecycle.read_status()
+            latest = reports[: -REPORTS_KEPT - 1 : -1]
+            assert [(refit.version, refit.milliseconds) for refit in status.recent_refits] == [
+                (report.version, report.milliseconds) for report in latest
+            ]
+            assert status.last_refit == latest[0]
 
     asyncio.run(run())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ MAX_CHOSEN_VERSION = (1 << 63) - 1
 # After the last request's end; a client that sends one request after the other is not slowed down.
 SETTLE_AFTER_SECONDS = 0.05
 LOG_AFTER_SECONDS = 0.002
+REPORTS_KEPT = 10
 
 log = structlog.get_logger()
 
@@ -120,7 +122,7 @@ class Commit:
         self.digest_mode: AttestMode = "sampled"
         self.restorable_version: int | None = None
         self._kept = _Kept(None, "off")
-        self.last_report: RefitReport | None = None
+        self.reports: deque[RefitReport] = deque(maxlen=REPORTS_KEPT)
         self.abort_requests: Callable[[ErrorCode], Awaitable[None]] = _nothing_to_abort
         self.on_committed: Callable[[RefitReport], None] = lambda _report: None
         self.on_failed: Callable[[ProtocolError], None] = lambda _error: None
@@ -257,7 +259,7 @@ class Commit:
         self.restorable_version = None
         await self._gate.publish(ticket.version)
         report = _report(ticket, answers, self.digest, copied)
-        self.last_report = report
+        self.reports.appendleft(report)
         self._gate.last_error = None
         self.on_committed(report)
         # A moment later: the trainer waits for the answer.

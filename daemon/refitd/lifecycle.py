@@ -21,6 +21,8 @@ from refit_protocol.messages import (
     Manifest,
     ModelLoaded,
     PrefixCacheReset,
+    RefitReport,
+    RefitSummary,
     ResetPrefixCache,
     SleepTag,
     Status,
@@ -160,7 +162,7 @@ class Lifecycle:
             waiting_requests=gate.waiting,
             generated_tokens=self.generated_tokens(),
             restorable_version=self._commit.restorable_version,
-            last_refit=self._commit.last_report,
+            last_refit=self._commit.reports[0] if self._commit.reports else None,
             last_error=gate.last_error,
             uptime_seconds=time.monotonic() - self._started,
             logprobs_mode="" if info is None else info.logprobs_mode,
@@ -168,6 +170,7 @@ class Lifecycle:
             vllm_version=None if info is None else info.vllm_version,
             devices=[] if info is None else info.devices,
             adapters=sorted(self._adapters.loaded),
+            recent_refits=[_summary(report) for report in self._commit.reports],
         )
 
     def manifest(self, call: Call) -> Answer:
@@ -191,3 +194,9 @@ class Lifecycle:
         await self._gate.admit()
         await self._engine.reset_prefix_cache(preempt_running=False)
         yield Answer(PrefixCacheReset())
+
+
+def _summary(report: RefitReport) -> RefitSummary:
+    return RefitSummary(
+        version=report.version, path=report.path, size_bytes=report.size_bytes, milliseconds=report.milliseconds
+    )

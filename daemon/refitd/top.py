@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from refit_protocol.messages import RefitReport, Status
+from refit_protocol.messages import RefitReport, RefitSummary, Status
 from refit_protocol.states import EngineState
 
 STATE_STYLES = {
@@ -28,7 +28,6 @@ STATE_STYLES = {
     EngineState.DEAD: "bold red",
 }
 PHASES = ("validate", "gate", "copy", "attest", "publish")
-REFITS_SHOWN = 10
 BAR_WIDTH = 40
 
 
@@ -43,11 +42,10 @@ class Moment:
 
 @dataclass(frozen=True)
 class History:
-    """What `top` remembers between two looks: the last two moments, and refits from the newest back."""
+    """What `top` remembers: its last two looks."""
 
     now: Moment | None = None
     before: Moment | None = None
-    refits: tuple[RefitReport, ...] = ()
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -62,10 +60,7 @@ class History:
 
 def followed_by(history: History, moment: Moment) -> History:
     """The history after one more look."""
-    refits, newest = history.refits, moment.status.last_refit
-    if newest is not None and (not refits or refits[0] != newest):
-        refits = (newest, *refits)[:REFITS_SHOWN]
-    return History(now=moment, before=history.now, refits=refits)
+    return History(now=moment, before=history.now)
 
 
 def status_json(status: Status) -> str:
@@ -93,8 +88,10 @@ def top_view(history: History, endpoint: str) -> RenderableType:
         parts.append(_load_bar(status))
     if status.state in (EngineState.REFITTING, EngineState.RESTORING):
         parts.append(_bar(status.state.value, None))
-    if history.refits:
-        parts.append(_refit_table(history.refits))
+    if status.recent_refits:
+        parts.append(_refit_table(status.recent_refits))
+    elif status.last_refit is not None:  # of a daemon that is older than this program
+        parts.append(_refit_table([status.last_refit]))
     parts.extend(_trouble(status))
     return Panel(Group(*parts), title=f"refitd top: {endpoint}", title_align="left")
 
@@ -153,8 +150,8 @@ def _bar(label: str, fraction: float | None) -> RenderableType:
     return table
 
 
-def _refit_table(refits: Sequence[RefitReport]) -> RenderableType:
-    """Fits into 80 columns, `top`'s frame included."""
+def _refit_table(refits: Sequence[RefitReport | RefitSummary]) -> RenderableType:
+    """Newest first. Fits into 80 columns, `top`'s frame included."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim", title="refits, times in ms")
     table.title_justify = "left"
     for heading in ("version", "path", "size", "rate", "total", *PHASES):
@@ -164,7 +161,7 @@ def _refit_table(refits: Sequence[RefitReport]) -> RenderableType:
     return table
 
 
-def _refit_row(report: RefitReport) -> list[str]:
+def _refit_row(report: RefitReport | RefitSummary) -> list[str]:
     total = report.milliseconds.total
     return [
         str(report.version),

@@ -12,11 +12,10 @@ import pytest
 from rich.console import Console, RenderableType
 
 from refit_protocol.errors import ErrorCode
-from refit_protocol.messages import LastError, ModelInfo, RefitMilliseconds, RefitReport, Status
+from refit_protocol.messages import LastError, ModelInfo, RefitMilliseconds, RefitReport, RefitSummary, Status
 from refit_protocol.states import EngineState
 from refitd.top import (
     PHASES,
-    REFITS_SHOWN,
     History,
     Moment,
     duration_text,
@@ -169,14 +168,25 @@ def test_token_rate_needs_two_looks_in_one_life() -> None:
     assert restarted.tokens_per_second is None
 
 
-def test_refits_are_listed_once_and_newest_first() -> None:
-    """A refit seen in several looks is one line; old ones fall off the end."""
-    history = History()
-    for version in range(1, 20):
-        report = msgspec.structs.replace(REPORT, version=version)
-        for _ in range(2):
-            history = followed_by(history, Moment(float(version), changed(STATUS, last_refit=report)))
-    assert [report.version for report in history.refits] == list(range(19, 19 - REFITS_SHOWN, -1))
+def versions_listed(shown: str) -> list[int]:
+    rows = [line.strip(" │").split() for line in shown.splitlines()]
+    return [int(row[0]) for row in rows if len(row) > 1 and row[1] == "plan"]
+
+
+def test_all_refits_between_two_looks_are_listed() -> None:
+    """In the daemon's order, newest first, from the first look on."""
+    several = [
+        RefitSummary(version=version, path="plan", size_bytes=1000, milliseconds=REPORT.milliseconds)
+        for version in (8, 7, 5)
+    ]
+    history = followed_by(History(), Moment(1.0, changed(STATUS, recent_refits=several)))
+    assert versions_listed(text_of(top_view(history, ""))) == [8, 7, 5]
+
+
+def test_a_daemon_that_only_says_its_last_refit_is_shown_with_it() -> None:
+    """One that is older than the program that looks."""
+    history = followed_by(History(), Moment(1.0, STATUS))
+    assert versions_listed(text_of(top_view(history, ""))) == [8]
 
 
 def test_a_refit_in_progress_shows() -> None:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from refit_protocol.errors import ErrorCode
 from refit_protocol.messages.kinds import AttestMode, Command, Detail, Fact, SleepTag
-from refit_protocol.messages.refits import RefitReport
+from refit_protocol.messages.refits import RefitReport, RefitSummary
 from refit_protocol.messages.sessions import ModelInfo
 from refit_protocol.states import EngineState
 from refit_protocol.tensors import DType
@@ -67,6 +67,7 @@ class Status(Fact, frozen=True, kw_only=True):
     devices: list[str] = []
     adapters: list[str] = []
     load_phase: LoadPhase | None = None
+    recent_refits: list[RefitSummary] = []
 
 
 class GetManifest(Command, frozen=True, kw_only=True):

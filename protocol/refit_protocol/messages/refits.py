@@ -22,6 +22,7 @@ __all__ = [
     "RefitHeld",
     "RefitMilliseconds",
     "RefitReport",
+    "RefitSummary",
     "RefitValidated",
     "ReloadWeights",
     "RestoreWeights",
@@ -204,6 +205,15 @@ class RefitReport(Detail, frozen=True, kw_only=True):
     policy: InflightPolicy
     unplanned: list[UnplannedTensor]
     digest: str | None
+    milliseconds: RefitMilliseconds
+
+
+class RefitSummary(Detail, frozen=True, kw_only=True):
+    """What a list of refits says of each: a report may name thousands of tensors."""
+
+    version: int
+    path: RefitPath
+    size_bytes: int
     milliseconds: RefitMilliseconds
 
 
