@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import os
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -270,6 +273,49 @@ def test_dropped_module_gives_its_memory_up() -> None:
         share_parameters(torch.nn.Linear(30, 20))
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_dropped_module_whose_children_refer_back_gives_its_memory_up() -> None:
+    """As the state of FSDP2 does, and hooks that are methods of the whole model."""
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        model = torch.nn.Sequential(torch.nn.Linear(30, 20))
+        model[0].__dict__["whole"] = model
+        share_parameters(model)
+    del model
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def saved_and_loaded(model: torch.nn.Module) -> torch.nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded: torch.nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded])
+def test_copies_of_a_shared_module_are_not_shared(copied: Callable[[torch.nn.Module], torch.nn.Module]) -> None:
+    """Their parameters lie elsewhere; they can be shared by themselves, and the first one stays as it is."""
+    model = share_parameters(torch.nn.Sequential(torch.nn.Linear(3, 2)))
+    shared = shared_module(model)
+    other = copied(model)
+    assert shared_module(other) is None
+    assert torch.equal(other[0].weight, model[0].weight)
+    assert shared_module(share_parameters(other)) is not None
+    assert shared_module(model) is shared
+
+
+def test_a_module_made_of_a_shared_ones_attributes_is_not_shared() -> None:
+    """As functional transformations make them: with other parameters, which a refit of the first one's would miss."""
+    model = share_parameters(torch.nn.Linear(3, 2))
+    shared, other = shared_module(model), copy.copy(model)
+    other._parameters = {name: torch.nn.Parameter(torch.zeros_like(p)) for name, p in model._parameters.items()}
+    assert shared_module(other) is None
+    unshare_parameters(other)
+    assert shared_module(model) is shared
 
 
 def test_unshared_module_goes_on_working() -> None:

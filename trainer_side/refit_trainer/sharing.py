@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import is_
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 
@@ -20,11 +20,15 @@ _Module = TypeVar("_Module", bound=torch.nn.Module)
 _Holder = TypeVar("_Holder")
 _Part = TypeVar("_Part")
 
+# In the module's own dictionary. A registry, even a weak one, would keep each module whose children refer back to it.
+_EXPORT = "_refit_export"
+
 
 class SharedModule:
     """The export of one module: `memory` and the checkpoint tensors in it, or this rank's parts of them."""
 
     def __init__(self, module: torch.nn.Module) -> None:
+        self._module = ref(module)
         tensors = own_tensors(module)
         _check_plain(tensors)
         self.device = _device(tensors)
@@ -35,6 +39,14 @@ class SharedModule:
         self.tensors = [_described(name, tensor, self.memory) for name, tensor in checkpoint_tensors(module).items()]
         self._holders, self._keys, self._addresses = _columns(_tensor_slots(module))
         self._parents, self._child_keys, self._children = _columns(_module_slots(module))
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Copies of the module, in memory or in a file, have None in its place: their parameters lie elsewhere."""
+        return type(None), ()
+
+    def is_of(self, module: torch.nn.Module) -> bool:
+        """False where somebody made `module` of the attributes of another."""
+        return self._module() is module
 
     def changed_part(self) -> str | None:
         """The name of a part that no longer is where it was exported, None if all are. Called before every refit."""
@@ -61,9 +73,6 @@ class SharedModule:
         return addresses == self._addresses and all(map(is_, children, self._children))
 
 
-_shared: WeakKeyDictionary[torch.nn.Module, SharedModule] = WeakKeyDictionary()
-
-
 def share_parameters(module: _Module) -> _Module:
     """Moves the parameters and persistent buffers of `module` into memory that a daemon on this machine can read.
 
@@ -75,25 +84,32 @@ def share_parameters(module: _Module) -> _Module:
     moved, parts of a flat buffer that something else holds (Megatron, DeepSpeed, Apex).
     """
     bare = bare_module(module)
-    known = _shared.get(bare)
+    known = _export_of(bare)
     if known is None or known.changed_part() is not None:
-        _shared[bare] = SharedModule(bare)
+        bare.__dict__[_EXPORT] = SharedModule(bare)
     return module
 
 
 def unshare_parameters(module: torch.nn.Module) -> None:
     """Closes the export of `module`, if it has one; its parameters stay valid where they are."""
-    shared = _shared.pop(bare_module(module), None)
+    bare = bare_module(module)
+    shared = _export_of(bare)
     if shared is not None:
+        del bare.__dict__[_EXPORT]
         shared.memory.close()
 
 
 def shared_module(module: torch.nn.Module) -> SharedModule | None:
     """The export of `module`, None if it has none; raises `NotShareable` if parameters moved since."""
-    shared = _shared.get(bare_module(module))
+    shared = _export_of(bare_module(module))
     if shared is not None and (part := shared.changed_part()) is not None:
         raise NotShareable(f"{part} was replaced or moved since share_parameters(): call share_parameters() again")
     return shared
+
+
+def _export_of(bare: torch.nn.Module) -> SharedModule | None:
+    shared: SharedModule | None = bare.__dict__.get(_EXPORT)
+    return shared if shared is not None and shared.is_of(bare) else None
 
 
 def _check_plain(tensors: list[tuple[str, torch.Tensor]]) -> None:
