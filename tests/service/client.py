@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import sys
+from array import array
 from collections import Counter
 
 import msgspec
 
+from refit_protocol.messages import Generate
 from refit_trainer import Daemon, RefitdError, Sampling
 from tests.server.raw_client import raw_client
 
@@ -44,7 +46,9 @@ def work() -> None:
 def stream() -> None:
     """More work than the daemon may drain: `started`, whether new work is taken after it began, how the old ended."""
     with Daemon.connect(ENDPOINT) as daemon:
-        deltas = daemon.stream([PROMPT] * STREAMS, Sampling(max_tokens=200, ignore_eos=True), incomplete="yield")
+        sampling = Sampling(max_tokens=200, ignore_eos=True)
+        # Before the work of a client that stalls, which would take minutes.
+        deltas = daemon.stream([PROMPT] * STREAMS, sampling, priority=-1, incomplete="yield")
         next(deltas)
         say("started")
         sys.stdin.readline()
@@ -54,10 +58,15 @@ def stream() -> None:
 
 
 def stall() -> None:
-    """Asks for much and reads nothing of it: `started`, and then silence until standard input ends."""
+    """Asks for much and reads nothing of it: `started`, and then silence until standard input ends.
+
+    Each step's tokens have many alternatives, so that even those of the first prompts are more than it is sent unread.
+    """
+    prompts = array("i", PROMPT * STREAMS).tobytes()
+    sampling = Sampling(max_tokens=200, ignore_eos=True, logprobs=20)
     with raw_client(ENDPOINT, receive_queue=1) as client:
         client.hello(pid=os.getpid())
-        client.generate(200, prompts=STREAMS)
+        client.send(Generate(prompt_lengths=[len(PROMPT)] * STREAMS, sampling=sampling, stream=True), [prompts])
         client.receive()
         say("started")
         sys.stdin.read()

@@ -24,7 +24,7 @@ model = "{model}"
 enforce_eager = true
 cpu_kv_cache_gib = 1
 max_model_len = 256
-max_num_seqs = 4
+max_num_seqs = 32
 liveness_interval_seconds = 0.5
 liveness_timeout_seconds = 5.0
 [shutdown]
