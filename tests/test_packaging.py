@@ -113,6 +113,16 @@ def test_a_base_install_says_which_extra_has_the_service() -> None:
     assert done.stderr.count("\n") == 1
 
 
+def test_a_trainer_makes_keys_without_the_service(tmp_path: Path) -> None:
+    """`refitd keygen` runs where a client does, which has the extra `tools` and no more."""
+    service = ("fastapi", "prometheus_client", "psutil", "pydantic_settings", "structlog", "uvicorn")
+    arguments = ["keygen", str(tmp_path), "--name", "trainer"]
+    code = f"import sys; sys.argv[1:] = {arguments!r}; from refitd.cli import main; main()"
+    done = run_without(service + ENGINE_MODULES, code)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {path.name for path in tmp_path.iterdir()} == {"trainer.key", "trainer.key_secret"}
+
+
 def test_the_worker_extension_that_the_engine_names_exists() -> None:
     """vLLM gets the extension as a string, which no import check sees."""
     module, _, name = WORKER_EXTENSION.rpartition(".")

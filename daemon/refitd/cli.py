@@ -30,7 +30,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.")]
 EndpointOption = Annotated[str | None, typer.Option(help="ipc:// path to listen on or connect to.")]
-# What the extra `service` installs; `doctor`, `status` and `top` do without.
+# What the extra `service` installs; `doctor`, `keygen`, `status` and `top` do without.
 SERVICE_MODULES = frozenset({"prometheus_client", "psutil", "pydantic", "pydantic_settings", "structlog", "uvicorn"})
 JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]
 
@@ -175,14 +175,13 @@ def keygen(
     name: Annotated[str, typer.Option(help="Of the files: NAME.key (public) and NAME.key_secret.")] = "refitd",
 ) -> None:
     """Makes a pair of CURVE keys, for a daemon or for a client that connects over TCP."""
-    from refitd.app import ExitCode
     from refitd.curve import write_keys
     from refitd.endpoint import EndpointError
 
     try:
         public, secret = write_keys(directory, name)
     except (EndpointError, OSError) as error:
-        _fail(str(error), ExitCode.CONFIGURATION)
+        _fail(str(error), 2)
     typer.echo(f"public key: {public} (a client's goes into the daemon's server.curve_clients directory)")
     typer.echo(f"secret key: {secret} (keep it where it is used; a daemon's is server.curve_secret_key)")
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import zmq
 import zmq.auth
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from refitd.config import ServerConfig
 from refitd.endpoint import EndpointError
+
+if TYPE_CHECKING:
+    from refitd.config import ServerConfig
 
 
 def write_keys(directory: Path, name: str) -> tuple[Path, Path]:

@@ -10,9 +10,12 @@ import grp
 import os
 import stat
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from refit_protocol.endpoint import socket_path
-from refitd.config import Config, ServerConfig
+
+if TYPE_CHECKING:
+    from refitd.config import Config, ServerConfig
 
 
 class EndpointError(Exception):
