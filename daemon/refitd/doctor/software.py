@@ -72,7 +72,8 @@ def check_cupy(version_of: InstalledVersion) -> Finding:
     found = {name: version for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy") if (version := version_of(name))}
     text = ", ".join(f"{name} {version}" for name, version in found.items())
     if not found and version_of("structlog") is None:
-        return skipped("cupy", NO_SERVICE)
+        advice = "a trainer lends CUDA memory through it: pip install cupy-cuda12x or cupy-cuda13x"
+        return warned("cupy", "not installed", advice)
     if not found:
         return failed("cupy", "not installed", "CUDA memory is shared through it: install refitd[cuda12] or [cuda13]")
     if len(found) > 1:
