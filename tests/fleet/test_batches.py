@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from refit_protocol.errors import ErrorCode
 from refit_protocol.states import EngineEvent
 from refit_trainer import (
     AsyncFleet,
+    ClientClosed,
     Delta,
     Fleet,
     MemberLost,
@@ -23,6 +25,7 @@ from refit_trainer import (
     VersionsMixed,
 )
 from refit_trainer.fleet.aio import FleetOptions
+from refit_trainer.fleet.routing import Load
 from refit_trainer.replies import AsyncReplies, Replies
 from tests.server.small_daemon import SmallDaemon
 from tests.trainer.wire import Wire, wire_to
@@ -177,8 +180,7 @@ def test_what_a_daemons_end_cut_off_is_made_elsewhere(fleet: Fleet, small_daemon
     """Whole, and in its place: nothing is to be raised."""
     samples = fleet.generate(PROMPTS, TEN)
     arrived(small_daemons, COUNT)
-    abort(small_daemons[0], ErrorCode.DRAINING)
-    small_daemons[0].in_loop(lambda: small_daemons[0].gate.step(EngineEvent.DRAIN_STARTED))
+    end(small_daemons[0], ErrorCode.DRAINING)
     arrived(small_daemons[1:], COUNT)
     run_all(small_daemons[1:])
     assert sorted(sample.prompt for sample in samples if sample.complete) == [*range(COUNT)]
@@ -386,6 +388,38 @@ def test_what_waits_for_its_turn_is_cancelled_too(small_daemons: list[SmallDaemo
 
 async def _read(samples: AsyncReplies[Sample]) -> list[Sample]:
     return [sample async for sample in samples]
+
+
+def test_a_batch_that_the_end_of_its_fleet_forestalls_says_so(small_daemons: list[SmallDaemon]) -> None:
+    """Closed in the very turn of the loop in which it was started: its reader does not wait for ever."""
+
+    async def scene() -> None:
+        fleet = await AsyncFleet.connect([daemon.endpoint for daemon in small_daemons])
+        reading = asyncio.create_task(_read(fleet.generate(PROMPTS, TEN)))
+        await asyncio.create_task(fleet.close())
+        with pytest.raises(ClientClosed):
+            async with asyncio.timeout(30):
+                await reading
+
+    asyncio.run(scene())
+
+
+def test_what_no_daemon_was_asked_for_is_no_load(
+    fleet: Fleet, small_daemons: list[SmallDaemon], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon's share may be cancelled before its task has begun, as by the failure of another one."""
+    create_task = asyncio.TaskGroup.create_task
+
+    def create_cancelled(group: asyncio.TaskGroup, work: Any) -> asyncio.Task[Any]:
+        task = create_task(group, work)
+        task.cancel()
+        return task
+
+    monkeypatch.setattr(asyncio.TaskGroup, "create_task", create_cancelled)
+    with pytest.raises(RefitdError):
+        list(fleet.generate(PROMPTS, TEN))
+    router = fleet._fleet.batches._router
+    assert [router.load(daemon.endpoint) for daemon in small_daemons] == [Load()] * 3
 
 
 def test_an_iterator_that_is_dropped_leaves_the_engines(fleet: Fleet, small_daemons: list[SmallDaemon]) -> None:

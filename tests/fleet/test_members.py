@@ -10,9 +10,19 @@ import pytest
 
 from refit_protocol.messages import Status
 from refit_protocol.states import EngineState
-from refit_trainer import AsyncFleet, DaemonUnreachable, Fleet, FleetStatus, MemberState, NoMember, Sampling
+from refit_trainer import (
+    AsyncFleet,
+    ClientClosed,
+    DaemonUnreachable,
+    Fleet,
+    FleetStatus,
+    MemberState,
+    NoMember,
+    Sampling,
+)
 from refit_trainer.fleet.members import judged, newest
 from tests.fleet.conftest import directory_in
+from tests.fleet.test_turns import settled
 from tests.server.small_daemon import SmallDaemon, small_daemon
 
 GONE = DaemonUnreachable("gone")
@@ -109,3 +119,25 @@ def test_asynchronous_face(small_daemons: list[SmallDaemon]) -> None:
             return [member.state for member in (await fleet.status()).members]
 
     assert asyncio.run(scene()) == [MemberState.SERVING] * 3
+
+
+def test_a_fleet_that_was_closed_says_so(small_daemons: list[SmallDaemon]) -> None:
+    """To what is asked afterwards as to who waits meanwhile for a daemon that never came: nobody is cancelled by it."""
+    first = small_daemons[0].endpoint
+
+    async def scene() -> None:
+        fleet = await AsyncFleet.connect([first, first + "-not-there"], 0.5, probe_seconds=60.0)
+        looking = asyncio.create_task(fleet.status())
+        await settled()
+        await fleet.close()
+        assert [member.state for member in (await looking).members][1] is MemberState.DOWN
+        with pytest.raises(ClientClosed):
+            await fleet.status()
+        with pytest.raises(ClientClosed):
+            await fleet.acquire_writer()
+        with pytest.raises(ClientClosed):
+            await fleet.refit({})
+        with pytest.raises(ClientClosed):
+            await anext(fleet.generate([[1]]))
+
+    asyncio.run(scene())

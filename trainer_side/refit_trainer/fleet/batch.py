@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -62,6 +62,7 @@ class Batch:
         self._generated = 0
         self._done: set[Output] = set()
         self._delivering: set[Output] = set()
+        self._placed: dict[Output, str] = {}
         self._open: dict[Output, list[Delta]] = {}
         self._undelivered: dict[Output, RefitdError] = {}
         self._resolved: dict[int, tuple[int, bool, int]] = {}
@@ -83,6 +84,9 @@ class Batch:
                 await self._place(self._order.everything)
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
+        finally:
+            # Also of tasks that were cancelled before they had begun.
+            self._release([*self._placed])
         if self._lost:
             raise _member_lost(self._lost)
         self._mailbox.put(self._finished())
@@ -126,7 +130,14 @@ class Batch:
         for name, prompts in shares.items():
             if prompts:
                 share = Part(tuple(prompts), part.first_output, part.outputs, part.moves)
+                self._placed.update(dict.fromkeys(share.keys, name))
                 self._group.create_task(self._ask(self._members[name], share))
+
+    def _release(self, outputs: Iterable[Output]) -> None:
+        """Their daemon owes them no more."""
+        for key in outputs:
+            if (name := self._placed.pop(key, None)) is not None:
+                self._router.add(name, -self._tokens(key[0]), -1)
 
     def _tokens(self, prompt: int) -> int:
         """Of one output."""
@@ -147,9 +158,7 @@ class Batch:
                 raise _renumbered(error, part) from error
             why = error
         finally:
-            for prompt, output in part.keys:
-                if (prompt, output) not in self._done:
-                    self._router.add(member.endpoint, -self._tokens(prompt), -1)
+            self._release(part.keys)
         why = why or next((self._undelivered[key] for key in part.keys if key in self._undelivered), None)
         if self._cancelled:
             self._note_lost(member, [key for key in part.keys if key not in self._done], why)
@@ -220,8 +229,8 @@ class Batch:
             prompt, output = key = part.key_of(delta.prompt, delta.output)
             renumbered = msgspec.structs.replace(delta, prompt=prompt, output=output)
             ready += self._deliverable(member, key, renumbered)
-            if delta.finish_reason is not None and key in self._done:
-                self._router.add(member.endpoint, -self._tokens(prompt), -1)
+            if delta.finish_reason is not None:
+                self._release([key])
         if ready:
             self._first_token = self._first_token or time.monotonic()
             self._generated += sum(len(delta.token_ids) for delta in ready)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from functools import partial
 
 from refit_protocol.errors import ErrorCode
 from refit_trainer.errors import ClientClosed, RefitdError
@@ -23,14 +24,20 @@ class Batches:
         self._router = Router()
         self._numbers = itertools.count(1)
         self._running: dict[int, tuple[Batch, asyncio.Task[None]]] = {}
+        self._closed = False
 
     async def start(self, order: Order, mailbox: Mailbox) -> int:
-        """The number of the batch whose arrivals go to `mailbox`, the last of them its end or its error."""
+        """The number of the batch whose arrivals go to `mailbox`, the last of them its end or its error.
+
+        Raises `ClientClosed` after `close()`.
+        """
+        if self._closed:
+            raise ClientClosed("the fleet has been closed")
         number = next(self._numbers)
         batch = Batch(order, self._members, self._router, mailbox, self._probe_seconds)
         task = asyncio.create_task(self._run(batch, order, mailbox), name=f"fleet batch {number}")
         self._running[number] = batch, task
-        task.add_done_callback(lambda _task: self._running.pop(number, None))
+        task.add_done_callback(partial(self._ended, number, mailbox))
         return number
 
     async def cancel(self, request: int | None, *, timeout_seconds: float) -> list[int]:
@@ -45,10 +52,17 @@ class Batches:
             running[1].cancel()
 
     async def close(self) -> None:
+        self._closed = True
         tasks = [task for _, task in self._running.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ended(self, number: int, mailbox: Mailbox, task: asyncio.Task[None]) -> None:
+        """Here and not in the task, which may have been cancelled before it had begun."""
+        del self._running[number]
+        if task.cancelled():
+            mailbox.put(ClientClosed("the batch was abandoned, or the fleet closed"))
 
     async def _run(self, batch: Batch, order: Order, mailbox: Mailbox) -> None:
         try:
@@ -59,9 +73,6 @@ class Batches:
                     await batch.run()
         except RefitdError as error:
             mailbox.put(error)
-        except asyncio.CancelledError:
-            mailbox.put(ClientClosed("the batch was abandoned, or the fleet closed"))
-            raise
         # The boundary of the task: a bug must reach whoever waits, not only the log.
         except Exception as error:  # noqa: BLE001
             failure = RefitdError(f"a bug in refit_trainer: {type(error).__name__}: {error}", code=ErrorCode.INTERNAL)

@@ -13,7 +13,7 @@ from refit_protocol.messages import Status
 from refit_protocol.states import EngineState
 from refit_trainer.aio import AsyncDaemon, ConnectOptions
 from refit_trainer.connection import why_unreachable
-from refit_trainer.errors import DaemonRestarted, DaemonUnreachable, NoMember, RefitdError
+from refit_trainer.errors import ClientClosed, DaemonRestarted, DaemonUnreachable, NoMember, RefitdError
 from refit_trainer.fleet.sameness import Model, model_of, other_model, usual
 from refit_trainer.link import CurveKeys
 
@@ -117,7 +117,7 @@ class Member:
         try:
             async with asyncio.timeout(timeout_seconds):
                 if self._daemon is None:
-                    self._daemon = await asyncio.shield(self.open())
+                    self._daemon = await self._opened()
                 return await self._status(self._daemon)
         except TimeoutError:
             why = why_unreachable(self.endpoint)
@@ -137,6 +137,14 @@ class Member:
         (opened,) = await asyncio.gather(self._opening, return_exceptions=True)
         if isinstance(opened, AsyncDaemon):
             await opened.close()
+
+    async def _opened(self) -> AsyncDaemon:
+        """Goes on being opened where this is cancelled; the end of the opening is not the caller's own."""
+        opening = self.open()
+        await asyncio.wait({opening})
+        if opening.cancelled():
+            raise ClientClosed("the fleet was closed meanwhile")
+        return opening.result()
 
     def _note_opened(self, opening: asyncio.Task[AsyncDaemon]) -> None:
         if not opening.cancelled() and opening.exception() is None:
@@ -178,6 +186,7 @@ class Members:
             for name in endpoints
         }
         self.version = 0
+        self._closed = False
         self._model: Model | None = None
 
     def __getitem__(self, endpoint: str) -> Member:
@@ -191,14 +200,20 @@ class Members:
         return max((model.max_model_len for model in models if model is not None), default=1)
 
     async def look(self, timeout_seconds: float) -> dict[str, Status | RefitdError]:
-        """Asks all members at once, and gives those that are down as long to come up."""
+        """Asks all members at once, and gives those that are down as long to come up.
+
+        Raises `ClientClosed` after `close()`.
+        """
+        self._check_open()
         answers = await asyncio.gather(*(_answer(member, timeout_seconds) for member in self.all.values()))
         return self._of_one_model(dict(zip(self.all, answers, strict=True)))
 
     async def glance(self, timeout_seconds: float) -> dict[str, Status | RefitdError]:
         """The same without waiting for those that are down; they are being reached meanwhile."""
+        self._check_open()
         up = [member for member in self.all.values() if member.is_up]
         answers = await asyncio.gather(*(_answer(member, timeout_seconds) for member in up))
+        self._check_open()
         for member in self.all.values():
             member.open()
         seen = {member.endpoint: answer for member, answer in zip(up, answers, strict=True)}
@@ -251,7 +266,12 @@ class Members:
     def _newest(self, answers: Mapping[str, Status | RefitdError]) -> int | None:
         return newest(answer for name, answer in answers.items() if not self.all[name].left_out)
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClientClosed("the fleet has been closed")
+
     async def close(self) -> None:
+        self._closed = True
         await asyncio.gather(*(member.close() for member in self.all.values()))
 
 
