@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from refit_protocol.errors import Fault
-from refit_trainer import DaemonUnreachable, RefitdError
+from refit_trainer import DaemonUnreachable, OtherModel, RefitdError, SessionLost
 from refit_trainer.fleet.policy import VERDICTS, Blame, OnFailure, Phase, Verdict, verdict
 
 CLIENT = RefitdError("bad weights", fault=Fault.CLIENT)
 ENGINE = RefitdError("bad engine", fault=Fault.ENGINE)
 GONE = DaemonUnreachable("gone")
+LOST = SessionLost("just ending")
+STRANGER = OtherModel("another model")
 
 
 @pytest.mark.parametrize(
@@ -20,6 +22,7 @@ GONE = DaemonUnreachable("gone")
         (Phase.VALIDATION, [GONE, CLIENT], "leave_out", Verdict.REFUSE),
         (Phase.VALIDATION, [GONE], "leave_out", Verdict.LEAVE_OUT),
         (Phase.VALIDATION, [GONE], "restore", Verdict.REFUSE),
+        (Phase.VALIDATION, [LOST, STRANGER], "leave_out", Verdict.LEAVE_OUT),
         (Phase.VALIDATION, [GONE, GONE, ENGINE], "leave_out", Verdict.REFUSE),
         (Phase.WRITING, [ENGINE], "leave_out", Verdict.LEAVE_OUT),
         (Phase.WRITING, [CLIENT], "leave_out", Verdict.LEAVE_OUT),

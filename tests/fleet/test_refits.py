@@ -30,6 +30,7 @@ from refit_protocol.messages import (
     Reply,
     Request,
     SourceOpened,
+    Status,
     ValidateRefit,
     WriterAcquired,
     WriterReleased,
@@ -76,6 +77,7 @@ class Scripted:
     fails_at: type[Request] | None = None
     code: ErrorCode = ErrorCode.REFIT_FAILED
     restorable: bool = True
+    status: Status = STATUS
     told: list[str] = field(default_factory=list)
 
     def answer(self, asked: Asked) -> None:
@@ -88,6 +90,8 @@ class Scripted:
             asked.reply(held if asked.body.hold else RefitCommitted(report=REPORT))
         elif isinstance(asked.body, ValidateRefit) and not self.restorable:
             asked.reply(RefitValidated(version=4, path="plan", restorable_version=None, milliseconds=1.0))
+        elif isinstance(asked.body, GetStatus):
+            asked.reply(self.status)
         else:
             asked.reply(ANSWERS[type(asked.body)])
 
@@ -196,6 +200,15 @@ def test_when_all_fail_there_is_no_version(daemons: list[Scripted], weights: tor
             fleet.refit(weights)
         assert len(failed.value.errors) == 3
         assert fleet.version == SERVED
+
+
+def test_a_partial_refit_follows_another_trainers(daemons: list[Scripted], weights: torch.nn.Module) -> None:
+    """All serve its version, which this fleet sees now: nobody is behind."""
+    with connect(daemons, "leave_out") as fleet:
+        for daemon in daemons:
+            daemon.status = msgspec.structs.replace(STATUS, version=SERVED + 5)
+        assert not fleet.refit(weights, only=["weight"]).left_out
+        assert fleet.version == SERVED + 5
 
 
 def test_one_that_the_caller_left_out_hears_nothing(daemons: list[Scripted], weights: torch.nn.Module) -> None:

@@ -9,14 +9,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
-from refit_protocol.messages import GetManifest, Manifest, ManifestTensor, Request, Status
+from refit_protocol.errors import ErrorCode
+from refit_protocol.messages import AcquireWriter, GetManifest, GetStatus, Manifest, ManifestTensor, Request, Status
 from refit_protocol.states import EngineState
-from refit_trainer import Fleet, FleetMismatch, MemberState, OtherModel
+from refit_trainer import Fleet, FleetMismatch, FleetRefitRefused, MemberState, OtherModel, RefitdError
 from refit_trainer.fleet.sameness import RequireSame, model_of, other_model, other_weights
 from tests.fleet.conftest import directory_in
 from tests.fleet.test_refits import STATUS
 from tests.trainer.peer import Asked, Peer, endpoint_in, running
+from tests.waiting import until
 
 TENSORS = [
     ManifestTensor(name="embed.weight", dtype="bfloat16", shape=(512, 128)),
@@ -43,6 +46,8 @@ class Serving:
         self.told.append(asked.body)
         if isinstance(asked.body, GetManifest):
             asked.reply(Manifest(tensors=self.tensors))
+        elif not isinstance(asked.body, GetStatus):
+            asked.fail(ErrorCode.WRITER_BUSY)
         else:
             asked.reply(msgspec.structs.replace(self.status, epoch=self.peer.epoch))
 
@@ -64,6 +69,13 @@ def connect(daemons: list[Serving], require_same: RequireSame = "weights") -> Fl
 
 def states(fleet: Fleet) -> list[MemberState]:
     return [member.state for member in fleet.status().members]
+
+
+def come_back_with(odd: Serving, tensors: list[ManifestTensor]) -> None:
+    odd.peer.stop()
+    odd.tensors, odd.peer.epoch = tensors, 2
+    odd.peer.start()
+    odd.peer.wait_for_hellos(2)
 
 
 @pytest.mark.parametrize("difference", DIFFERENCES)
@@ -123,13 +135,49 @@ def test_nothing_is_compared_where_nothing_need_be_the_same(daemons: list[Servin
 def test_one_that_comes_back_with_another_model_takes_no_part(daemons: list[Serving]) -> None:
     """The fleet goes on without it, and says why."""
     with connect(daemons) as fleet:
-        odd = daemons[0]
-        odd.peer.stop()
-        odd.tensors, odd.peer.epoch = NARROW, 2
-        odd.peer.start()
-        odd.peer.wait_for_hellos(2)
+        come_back_with(daemons[0], NARROW)
         assert states(fleet) == [MemberState.DOWN, MemberState.SERVING, MemberState.SERVING]
         assert isinstance(fleet.status().members[0].error, OtherModel)
+
+
+def test_a_refit_does_not_go_by_another_model(daemons: list[Serving]) -> None:
+    """What an iterator will yield is foreseen from those that take part; the role is taken at those only."""
+    with connect(daemons) as fleet:
+        come_back_with(daemons[0], NARROW)
+        assert states(fleet)[0] is MemberState.DOWN
+        before = len(daemons[0].told)
+        with pytest.raises(FleetRefitRefused) as refused:
+            fleet.refit(tensors())
+        assert {type(error) for error in refused.value.errors.values()} == {OtherModel, RefitdError}
+        with pytest.raises(RefitdError, match="writer_busy"):
+            fleet.acquire_writer(takeover=True)
+    assert {type(asked) for asked in daemons[0].told[before:]} == {GetStatus}
+    assert isinstance(daemons[1].told[-1], AcquireWriter)
+
+
+def test_daemons_that_go_away_under_an_iterator_are_told(daemons: list[Serving]) -> None:
+    """While it makes its first tensor nobody is left who could say what else belongs to the model."""
+
+    def last_words() -> Iterator[tuple[str, torch.Tensor]]:
+        for daemon in daemons:
+            daemon.peer.stop()
+        until(lambda: not any(member.is_up for member in fleet._fleet._members.all.values()), "the ends of all three")
+        yield from tensors()
+
+    endpoints = [daemon.peer.endpoint for daemon in daemons]
+    with Fleet.connect(endpoints, patience_seconds=0.1) as fleet:
+        try:
+            with pytest.raises(FleetRefitRefused) as refused:
+                fleet.refit(last_words())
+        finally:
+            for daemon in daemons:
+                daemon.peer.start()
+        assert sorted(refused.value.errors) == sorted(endpoints)
+
+
+def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+    """What `TENSORS` describe."""
+    return ((tensor.name, torch.ones(tensor.shape, dtype=torch.bfloat16)) for tensor in TENSORS)
 
 
 def test_what_a_daemon_serves_is_asked_once(daemons: list[Serving]) -> None:

@@ -143,6 +143,8 @@ class FleetMismatch(OfMembers):
 class OtherModel(RefitdError):
     """A daemon serves another model than the others of its fleet, and takes no part in it."""
 
+    default_fault = Fault.DAEMON
+
 
 class FleetRefitRefused(OfMembers):
     """Nothing was written at any daemon: all of them serve what they served before."""

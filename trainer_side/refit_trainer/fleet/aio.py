@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Self, TypedDict, Unpack, cast
 
 from refit_protocol.endpoint import socket_path
@@ -183,8 +184,10 @@ class AsyncFleet:
 
     async def acquire_writer(self, *, takeover: bool = False) -> None:
         """Becomes the one writer everywhere, as the first refit does by itself; `takeover` fences others off."""
-        members = [member for member in self._members.all.values() if member.is_up and not member.left_out]
-        await asyncio.gather(*(member.daemon.acquire_writer(takeover=takeover) for member in members))
+        answers = await self._members.glance(self._probe_seconds)
+        members = [self._members[name] for name, answer in answers.items() if not isinstance(answer, OtherModel)]
+        taking_part = [member for member in members if member.is_up and not member.left_out]
+        await asyncio.gather(*(member.daemon.acquire_writer(takeover=takeover) for member in taking_part))
 
     # --- generation ---
 
@@ -221,6 +224,7 @@ class AsyncFleet:
         try:
             yield _enter(turn, self._turns.refit(rest["deadline_seconds"]))
             answers = yield self._members.glance(self._probe_seconds)
+            self._members.note_version(answers)
             version = rest.get("version")
             rest["version"] = _version_after(answers.values(), self.version) if version is None else version
             refit = self._refit_of(answers, timeout_seconds, partial=only is not None)
@@ -276,7 +280,7 @@ class AsyncFleet:
             weights = checkpoint_tensors(weights)
         if self._staging is None:
             self._staging = Staging(self._bucket_bytes)
-        return (yield from self._staging.refit(refit, weights, specs, only, options, self._manifest))
+        return (yield from self._staging.refit(refit, weights, specs, only, options, partial(self._manifest, refit)))
 
     def _refit_of(
         self, answers: Mapping[str, Status | RefitdError], timeout_seconds: float, *, partial: bool
@@ -315,10 +319,15 @@ class AsyncFleet:
                 f"the weights are not those of version {status.version} any more: refit instead", {}, retryable=False
             )
 
-    async def _manifest(self) -> Manifest:
-        """All serve one model, so anybody's."""
-        up = next(member for member in self._members.all.values() if member.is_up and not member.left_out)
-        return await up.daemon.manifest()
+    async def _manifest(self, refit: FleetRefit) -> Manifest:
+        """All that take part serve one model, so that of the first who answers."""
+        failed: dict[str, RefitdError] = {}
+        for endpoint in refit.taking_part:
+            try:
+                return await self._members[endpoint].daemon.manifest()
+            except RefitdError as error:
+                failed[endpoint] = error
+        raise FleetRefitRefused("nothing was written at any daemon", failed)
 
     def _replies(self, order: Order, convert: Callable[[Delta], Item | None]) -> AsyncReplies[Item]:
         async def start(mailbox: Mailbox) -> int:

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Literal
 
 from refit_protocol.errors import Fault
-from refit_trainer.errors import RefitdError
+from refit_trainer.errors import RefitdError, SessionLost
 
 OnFailure = Literal["leave_out", "restore"]
 
@@ -60,6 +60,11 @@ def verdict(phase: Phase, failures: Mapping[str, RefitdError], members: int, on_
 def _blame(failures: Mapping[str, RefitdError], members: int) -> Blame:
     if len(failures) == members:
         return Blame.ALL
-    if any(error.fault is Fault.CLIENT for error in failures.values()):
+    if any(_is_of_the_request(error) for error in failures.values()):
         return Blame.REQUEST
     return Blame.SOME
+
+
+def _is_of_the_request(error: RefitdError) -> bool:
+    """A lost session is the client's fault, or that of a daemon which just ends; other daemons have theirs."""
+    return error.fault is Fault.CLIENT and not isinstance(error, SessionLost)

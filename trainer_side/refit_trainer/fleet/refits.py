@@ -53,6 +53,11 @@ class FleetRefit:
         self.left_out = dict(left_out)
 
     @property
+    def taking_part(self) -> list[str]:
+        """The endpoints of those that have not failed in it."""
+        return [*self._in]
+
+    @property
     def max_pieces(self) -> int:
         return min(refit.max_pieces for refit in self._in.values())
 
