@@ -159,16 +159,14 @@ class Batch:
             why = error
         finally:
             self._release(part.keys)
-        why = why or next((self._undelivered[key] for key in part.keys if key in self._undelivered), None)
-        if self._cancelled:
-            self._note_lost(member, [key for key in part.keys if key not in self._done], why)
-        else:
-            await self._move(member, part, why)
+        await self._move(member, part, why)
 
     async def _move(self, member: Member, part: Part, why: RefitdError | None) -> None:
-        """Asks elsewhere for what did not come."""
-        begun = [key for key in part.keys if key in self._delivering]
-        self._note_lost(member, begun, why)
+        """Asks elsewhere for what did not come. Of a cancelled batch it is cancelled there, so that it has an end."""
+        why = why or next((self._undelivered[key] for key in part.keys if key in self._undelivered), None)
+        # To be told when everything else has come.
+        if begun := [key for key in part.keys if key in self._delivering]:
+            self._lost.append(_Lost(member.endpoint, frozenset(prompt for prompt, _ in begun), why))
         left = [*part.without({*self._done, *begun})]
         for key in part.keys:
             self._open.pop(key, None)
@@ -179,11 +177,6 @@ class Batch:
                 await self._place(rest)
             except NoMember as nobody:
                 raise (why or nobody) from nobody
-
-    def _note_lost(self, member: Member, outputs: list[Output], why: RefitdError | None) -> None:
-        """To be told when everything else has come."""
-        if outputs:
-            self._lost.append(_Lost(member.endpoint, frozenset(prompt for prompt, _ in outputs), why))
 
     async def _read(self, member: Member, part: Part) -> None:
         remaining_seconds = self._remaining_seconds
