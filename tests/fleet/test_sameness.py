@@ -155,6 +155,14 @@ def test_a_refit_does_not_go_by_another_model(daemons: list[Serving]) -> None:
     assert isinstance(daemons[1].told[-1], AcquireWriter)
 
 
+def test_why_a_daemon_takes_no_part_is_its_own_word(daemons: list[Serving]) -> None:
+    """It is there, and neither dead nor hanging: it refused the session."""
+    daemons[2].peer.refuses_hello = ErrorCode.SESSION_LIMIT
+    with connect(daemons) as fleet, pytest.raises(FleetRefitRefused) as refused:
+        fleet.refit(tensors())
+    assert "session_limit" in str(refused.value.errors[daemons[2].peer.endpoint])
+
+
 def test_daemons_that_go_away_under_an_iterator_are_told(daemons: list[Serving]) -> None:
     """While it makes its first tensor nobody is left who could say what else belongs to the model."""
 

@@ -99,6 +99,7 @@ class Member:
         self._options = options
         self._daemon: AsyncDaemon | None = None
         self._opening: asyncio.Task[AsyncDaemon] | None = None
+        self._refusal: BaseException | None = None
         self._epoch: int | None = None
 
     @property
@@ -111,6 +112,11 @@ class Member:
     @property
     def is_up(self) -> bool:
         return self._daemon is not None and self._daemon.connection.is_up
+
+    @property
+    def absence(self) -> DaemonUnreachable:
+        """Why it is not up: what it refused the last session with, else what can be seen from outside."""
+        return DaemonUnreachable(str(self._refusal or why_unreachable(self.endpoint)))
 
     async def reach(self, timeout_seconds: float) -> Status:
         """Raises what keeps the daemon from answering in time; the session goes on being opened."""
@@ -126,6 +132,7 @@ class Member:
     def open(self) -> asyncio.Task[AsyncDaemon]:
         """Whoever waits for it or not: once the daemon is there it takes part."""
         if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
+            self._refusal = None
             self._opening = asyncio.create_task(_open(self.endpoint, self._options))
             self._opening.add_done_callback(self._note_opened)
         return self._opening
@@ -147,7 +154,10 @@ class Member:
         return opening.result()
 
     def _note_opened(self, opening: asyncio.Task[AsyncDaemon]) -> None:
-        if not opening.cancelled() and opening.exception() is None:
+        if opening.cancelled():
+            return
+        self._refusal = opening.exception()
+        if self._refusal is None:
             self._daemon = opening.result()
 
     async def _status(self, daemon: AsyncDaemon) -> Status:
@@ -214,12 +224,11 @@ class Members:
         up = [member for member in self.all.values() if member.is_up]
         answers = await asyncio.gather(*(_answer(member, timeout_seconds) for member in up))
         self._check_open()
+        seen = {member.endpoint: answer for member, answer in zip(up, answers, strict=True)}
+        everybody = {name: seen.get(name) or member.absence for name, member in self.all.items()}
         for member in self.all.values():
             member.open()
-        seen = {member.endpoint: answer for member, answer in zip(up, answers, strict=True)}
-        return self._of_one_model(
-            {name: seen.get(name) or DaemonUnreachable(why_unreachable(name)) for name in self.all}
-        )
+        return self._of_one_model(everybody)
 
     def _of_one_model(self, answers: Mapping[str, Status | RefitdError]) -> dict[str, Status | RefitdError]:
         known = {name: member.model for name, member in self.all.items() if member.model is not None}
