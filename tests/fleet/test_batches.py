@@ -302,6 +302,42 @@ def test_what_was_cancelled_has_its_end_though_its_daemon_is_lost(
     arrived(small_daemons[1:], 0)
 
 
+def drain_all(daemons: list[SmallDaemon]) -> None:
+    """Before any of them says so to whom it serves: there is nobody else to go to then."""
+    for daemon in daemons:
+        daemon.in_loop(lambda gate=daemon.gate: gate.step(EngineEvent.DRAIN_STARTED))
+    for daemon in daemons:
+        abort(daemon, ErrorCode.DRAINING)
+
+
+@pytest.mark.parametrize("kind", ["generate", "stream"])
+def test_what_nobody_else_makes_comes_as_far_as_it_came(
+    fleet: Fleet, small_daemons: list[SmallDaemon], kind: str
+) -> None:
+    """With `incomplete="yield"` as from one daemon: every output has an end, and its reason."""
+    got = (fleet.generate if kind == "generate" else fleet.stream)(PROMPTS, TEN, incomplete="yield")
+    arrived(small_daemons, COUNT)
+    for daemon in small_daemons:
+        daemon.step(3 if kind == "generate" else 0)
+    drain_all(small_daemons)
+    ends = [each for each in got if each.finish_reason is not None]
+    assert sorted(end.prompt for end in ends) == [*range(COUNT)]
+    assert {end.error for end in ends} == {ErrorCode.DRAINING}
+    assert {len(end.token_ids) for end in ends} == {3 if kind == "generate" else 0}
+
+
+def test_what_nobody_else_makes_is_raised_with_what_there_is(fleet: Fleet, small_daemons: list[SmallDaemon]) -> None:
+    samples = fleet.generate(PROMPTS, TEN)
+    arrived(small_daemons, COUNT)
+    for daemon in small_daemons:
+        daemon.step(3)
+    drain_all(small_daemons)
+    with pytest.raises(OutputIncomplete) as raised:
+        list(samples)
+    assert raised.value.code is ErrorCode.DRAINING
+    assert {len(sample.token_ids) for sample in raised.value.samples} == {3}
+
+
 def whole_outputs(deltas: list[Delta]) -> set[int]:
     """The prompts of the deltas, each of which have all tokens once, in order, and an end."""
     prompts = {delta.prompt for delta in deltas}

@@ -65,6 +65,8 @@ class Batch:
         self._placed: dict[Output, str] = {}
         self._open: dict[Output, list[Delta]] = {}
         self._undelivered: dict[Output, RefitdError] = {}
+        # What a daemon that ended gave of an output, for where no other one makes it.
+        self._kept: dict[Output, list[Delta]] = {}
         self._resolved: dict[int, tuple[int, bool, int]] = {}
         self._common: ResolvedSampling | None = None
         self._asked: dict[tuple[Member, int], Part] = {}
@@ -170,13 +172,22 @@ class Batch:
         left = [*part.without({*self._done, *begun})]
         for key in part.keys:
             self._open.pop(key, None)
-        if left and part.moves >= _MOVES:
-            raise why or NoMember(f"{member.endpoint} did not answer all that it was asked for")
         for rest in left:
             try:
+                if rest.moves > _MOVES:
+                    raise NoMember(f"{member.endpoint} did not answer all that it was asked for")
                 await self._place(rest)
             except NoMember as nobody:
-                raise (why or nobody) from nobody
+                if not self._gave_what_is_kept(rest):
+                    raise (why or nobody) from nobody
+
+    def _gave_what_is_kept(self, part: Part) -> bool:
+        """Nobody makes it whole: as with one daemon the reader is told how far each of its outputs came, and why."""
+        if not all(key in self._kept for key in part.keys):
+            return False
+        self._done.update(part.keys)
+        self._deliver([delta for key in part.keys for delta in self._kept[key]])
+        return True
 
     async def _read(self, member: Member, part: Part) -> None:
         remaining_seconds = self._remaining_seconds
@@ -224,10 +235,13 @@ class Batch:
             ready += self._deliverable(member, key, renumbered)
             if delta.finish_reason is not None:
                 self._release([key])
-        if ready:
+        self._deliver(ready)
+
+    def _deliver(self, deltas: list[Delta]) -> None:
+        if deltas:
             self._first_token = self._first_token or time.monotonic()
-            self._generated += sum(len(delta.token_ids) for delta in ready)
-            self._mailbox.put(ready)
+            self._generated += sum(len(delta.token_ids) for delta in deltas)
+            self._mailbox.put(deltas)
 
     def _deliverable(self, member: Member, key: Output, delta: Delta) -> list[Delta]:
         """With `whole` all of an output that is finished and as it should be; else each delta as it comes."""
@@ -241,6 +255,7 @@ class Batch:
             self._undelivered[key] = self._mixed(member, Part((key[0],), key[1], 1))
         elif delta.error in _DAEMON_ENDED:
             self._undelivered[key] = _gave_up(member, delta)
+            self._kept[key] = collected
         else:
             self._done.add(key)
             return collected
@@ -260,6 +275,8 @@ class Batch:
         if begun and self._order.reading.incomplete == "yield":
             return [delta]
         self._undelivered[key] = _gave_up(member, delta)
+        if not begun and self._is_pure([delta]):
+            self._kept[key] = [delta]
         if not begun or not len(delta.token_ids):
             return []
         # Its end is told by `MemberLost`, when everything else has come.
