@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+from typing import Any
+
 import numpy as np
 
 from refit_protocol.messages import (
@@ -14,6 +18,7 @@ from refit_protocol.messages import (
     TokensGenerated,
     VersionRun,
 )
+from refit_trainer.errors import DaemonUnreachable
 from refit_trainer.inbox import Arrival, Generation, Inbox
 
 RESOLVED = ResolvedSampling(max_tokens=[8], clamped=[False], stop_token_ids=[], logprobs_mode="raw_logprobs")
@@ -113,3 +118,19 @@ def test_a_stream_that_starts_again_says_so_once() -> None:
     for _ in range(2):
         inbox.deliver(ReplyHeader(id=request, body=started, last=False), [])
     assert taken.arrived == [started]
+
+
+def test_an_answer_that_nobody_waits_for_fails_in_silence() -> None:
+    """As where the connection broke while the request was being sent, and its sender raises that."""
+
+    async def scene() -> list[dict[str, Any]]:
+        complaints: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, complaint: complaints.append(complaint))
+        inbox = Inbox()
+        inbox.expect_answer()
+        inbox.fail_answers(DaemonUnreachable("gone"))
+        await asyncio.sleep(0)
+        gc.collect()
+        return complaints
+
+    assert asyncio.run(scene()) == []

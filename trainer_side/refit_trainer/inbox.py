@@ -140,6 +140,7 @@ class Inbox:
         """The id for a new request and the future of its one reply."""
         request = self.next_request()
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        answer.add_done_callback(_noted)
         self._answers[request] = answer
         return request, answer
 
@@ -239,6 +240,12 @@ class Inbox:
 
 def protocol_broken(message: str) -> RefitdError:
     return RefitdError(f"the daemon broke the protocol: {message}", code=ErrorCode.INTERNAL, fault=Fault.DAEMON)
+
+
+def _noted(answer: asyncio.Future[Reply]) -> None:
+    """Who could not even send the request raises that, and never sees this error: asyncio is not to complain of it."""
+    if not answer.cancelled():
+        answer.exception()
 
 
 def _settle(answer: asyncio.Future[Reply], outcome: Reply | RefitdError) -> None:
