@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -23,13 +24,20 @@ except ImportError:
     )
 
 if TYPE_CHECKING:
+    from refit_trainer import CurveKeys, Daemon
     from refitd.config import Config
     from refitd.doctor import Subject
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.")]
-EndpointOption = Annotated[str | None, typer.Option(help="ipc:// path to listen on or connect to.")]
+EndpointOption = Annotated[str | None, typer.Option(help="ipc:// path or tcp:// address to listen on or connect to.")]
+KeysOption = Annotated[
+    Path | None, typer.Option("--keys", help="For tcp://: this client's NAME.key_secret, made by refitd keygen.")
+]
+ServerKeyOption = Annotated[
+    str | None, typer.Option("--server-key", help="For tcp://: the daemon's public key, or the file that holds it.")
+]
 # What the extra `service` installs; `doctor`, `keygen`, `status` and `top` do without.
 SERVICE_MODULES = frozenset({"prometheus_client", "psutil", "pydantic", "pydantic_settings", "structlog", "uvicorn"})
 JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]
@@ -73,6 +81,8 @@ def serve(
 @app.command()
 def status(
     endpoint: EndpointOption = None,
+    keys: KeysOption = None,
+    server_key: ServerKeyOption = None,
     json: JsonOption = False,
     ready: Annotated[bool, typer.Option("--ready", help="Exit with 0 only if the engine serves, else with 1.")] = False,
 ) -> None:
@@ -81,7 +91,7 @@ def status(
 
     from refitd.top import status_json, status_view
 
-    seen = _ask_status(endpoint)
+    seen = _ask_status(_reach(endpoint, keys, server_key))
     console = Console()
     if json:
         console.print_json(status_json(seen))
@@ -95,14 +105,17 @@ def status(
 def reload(
     path: Annotated[Path | None, typer.Argument(help="Directory of a checkpoint; without it, the model's own.")] = None,
     endpoint: EndpointOption = None,
+    keys: KeysOption = None,
+    server_key: ServerKeyOption = None,
     version: Annotated[int | None, typer.Option(help="Of the weights; without it, the served one plus one.")] = None,
     takeover: Annotated[bool, typer.Option("--takeover", help="Take the writer's role from a trainer.")] = False,
 ) -> None:
     """Makes the running engine serve a checkpoint's weights."""
-    from refit_trainer import Daemon, RefitdError
+    from refit_trainer import RefitdError
 
+    reach = _reach(endpoint, keys, server_key)
     try:
-        with Daemon.connect(endpoint, client="refitd reload") as daemon:
+        with reach.connect("refitd reload") as daemon:
             daemon.acquire_writer(takeover=takeover)
             report = daemon.reload(None if path is None else path.absolute(), version=version)
     except RefitdError as error:
@@ -113,6 +126,8 @@ def reload(
 @app.command()
 def top(
     endpoint: EndpointOption = None,
+    keys: KeysOption = None,
+    server_key: ServerKeyOption = None,
     interval_seconds: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")] = 1.0,
 ) -> None:
     """Shows the daemon live, until Ctrl-C; waits for one that is not there."""
@@ -122,15 +137,15 @@ def top(
 
     from refitd.top import History, Moment, followed_by, top_view
 
-    where = endpoint or default_endpoint(os.environ, os.getuid())
+    reach = _reach(endpoint, keys, server_key)
     history = History()
     with Live(screen=True, auto_refresh=False) as live:
         try:
             while True:
-                seen = _status_or_none(where)
+                seen = _status_or_none(reach)
                 if seen is not None:
                     history = followed_by(history, Moment(time.monotonic(), seen, seen.generated_tokens))
-                live.update(top_view(history if seen is not None else History(), where), refresh=True)
+                live.update(top_view(history if seen is not None else History(), reach.endpoint), refresh=True)
                 time.sleep(interval_seconds)
         except KeyboardInterrupt:
             return
@@ -141,6 +156,8 @@ def doctor(
     model: Annotated[str | None, typer.Option(help="Model directory to check too.")] = None,
     config: ConfigOption = None,
     endpoint: EndpointOption = None,
+    keys: KeysOption = None,
+    server_key: ServerKeyOption = None,
     json: JsonOption = False,
 ) -> None:
     """Checks what a daemon and its trainers need; exits with 1 if anything fails."""
@@ -150,8 +167,11 @@ def doctor(
     from refitd.doctor.finding import any_failed
     from refitd.doctor.report import as_json, as_table
 
-    named = model is not None or config is not None
-    findings = list(examine(_configured(model, endpoint, config) if named else _found(endpoint)))
+    if model is None and config is None:
+        subject = _found(_reach(endpoint, keys, server_key))
+    else:
+        subject = _configured(_flags(model, endpoint, []), config, keys, server_key)
+    findings = list(examine(subject))
     console = Console()
     if json:
         console.print_json(as_json(findings))
@@ -186,44 +206,85 @@ def keygen(
     typer.echo(f"secret key: {secret} (keep it where it is used; a daemon's is server.curve_secret_key)")
 
 
-def _found(endpoint: str | None) -> Subject:
+@dataclass(frozen=True)
+class Reach:
+    """How to reach a daemon that runs: where it listens, and with which keys over TCP."""
+
+    endpoint: str
+    curve: CurveKeys | None = None
+
+    def connect(self, client: str, timeout_seconds: float = 10.0) -> Daemon:
+        from refit_trainer import Daemon
+
+        return Daemon.connect(self.endpoint, timeout_seconds, client=client, curve=self.curve)
+
+
+def _reach(endpoint: str | None, keys: Path | None, server_key: str | None) -> Reach:
+    """From the options of a command; ends with exit code 2 where they do not fit together."""
+    where = endpoint or default_endpoint(os.environ, os.getuid())
+    if not where.startswith("tcp://"):
+        if keys is not None or server_key is not None:
+            _fail(f"--keys and --server-key are for tcp:// endpoints, and this one is {where}", 2)
+        return Reach(where)
+    if keys is None or server_key is None:
+        _fail(
+            f"{where} needs --keys FILE (this client's NAME.key_secret, made by refitd keygen) "
+            "and --server-key FILE_OR_KEY (the daemon's public key)",
+            2,
+        )
+    return Reach(where, _curve_keys(keys, server_key))
+
+
+def _curve_keys(keys: Path, server_key: str) -> CurveKeys:
+    from refit_trainer import CurveKeys
+    from refitd.curve import private_pair, public_key
+    from refitd.endpoint import EndpointError
+
+    try:
+        return CurveKeys(public_key(server_key, "--server-key"), *private_pair(keys, "--keys"))
+    except EndpointError as error:
+        _fail(str(error), 2)
+
+
+def _found(reach: Reach) -> Subject:
     """Without a configuration: what a trainer here would use."""
     from refitd.doctor import Subject
 
-    where = endpoint or default_endpoint(os.environ, os.getuid())
-    return Subject(os.environ, where, default_directory(os.environ, os.getuid()), _status_or_none(where))
+    return Subject(os.environ, reach.endpoint, default_directory(os.environ, os.getuid()), _status_or_none(reach))
 
 
-def _configured(model: str | None, endpoint: str | None, file: Path | None) -> Subject:
+def _configured(flags: dict[str, Any], file: Path | None, keys: Path | None, server_key: str | None) -> Subject:
     """Exactly what a daemon started with these would use."""
     from refitd.config import ConfigError, load_config
     from refitd.doctor import Subject
     from refitd.doctor.configured import check_configuration
 
     try:
-        config = load_config(_flags(model, endpoint, []), file)
+        config = load_config(flags, file)
     except ConfigError as error:
         _fail(str(error), 2)
-    daemon = _status_or_none(config.endpoint)
+    # Before a start there may be no client's keys yet.
+    unasked = config.endpoint.startswith("tcp://") and keys is None and server_key is None
+    daemon = None if unasked else _status_or_none(_reach(config.endpoint, keys, server_key))
     checked = list(check_configuration(config, os.environ, daemon))
     return Subject(os.environ, config.endpoint, config.runtime_directory, daemon, checked)
 
 
-def _ask_status(endpoint: str | None) -> Status:
-    from refit_trainer import Daemon, RefitdError
+def _ask_status(reach: Reach) -> Status:
+    from refit_trainer import RefitdError
 
     try:
-        with Daemon.connect(endpoint, client="refitd status", timeout_seconds=5.0) as daemon:
+        with reach.connect("refitd status", timeout_seconds=5.0) as daemon:
             return daemon.status()
     except RefitdError as error:
         _fail(str(error), 1)
 
 
-def _status_or_none(endpoint: str) -> Status | None:
-    from refit_trainer import Daemon, RefitdError
+def _status_or_none(reach: Reach) -> Status | None:
+    from refit_trainer import RefitdError
 
     try:
-        with Daemon.connect(endpoint, client="refitd doctor", timeout_seconds=2.0) as daemon:
+        with reach.connect("refitd doctor", timeout_seconds=2.0) as daemon:
             return daemon.status()
     except RefitdError:
         return None

@@ -1,20 +1,25 @@
-"""Keys of clients over TCP: made by `refitd keygen`, checked before the model loads, asked for at every handshake."""
+"""Keys for TCP: made by `refitd keygen`, checked before the model loads, asked for at every handshake; and those of the
+commands that look at such a daemon."""
 
 from __future__ import annotations
 
 import os
 import stat
+import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import zmq
 import zmq.auth
 from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.utils import z85
 
 from refitd.endpoint import EndpointError
 
 if TYPE_CHECKING:
     from refitd.config import ServerConfig
+
+_KEY_BYTES = 32
 
 
 def write_keys(directory: Path, name: str) -> tuple[Path, Path]:
@@ -38,7 +43,28 @@ def check_keys(config: ServerConfig) -> None:
     if config.curve_clients is None or not config.curve_clients.is_dir():
         raise EndpointError(f"server.curve_clients: {config.curve_clients} is not a directory of clients' public keys")
     for path in sorted(config.curve_clients.glob("*.key")):
-        _load(path)
+        _load(path, "server.curve_clients")
+
+
+def private_pair(path: Path, called: str) -> tuple[bytes, bytes]:
+    """Public and secret key from a file that only its owner can read; errors name it as `called`.
+
+    Raises `EndpointError`.
+    """
+    public, secret = _load(path, called)
+    if secret is None:
+        raise EndpointError(f"{called}: {path} holds no secret key (is it the public one?)")
+    if stat.S_IMODE(path.stat().st_mode) & 0o077:
+        raise EndpointError(f"{called}: {path} can be read by others: chmod 600 it, or make new keys")
+    return public, secret
+
+
+def public_key(file_or_key: str, called: str) -> bytes:
+    """From a file, or the 40 characters of Z85 themselves; errors name it as `called`. Raises `EndpointError`."""
+    if _is_key(os.fsencode(file_or_key)) and not Path(file_or_key).exists():
+        return os.fsencode(file_or_key)
+    public, _ = _load(Path(file_or_key), called)
+    return public
 
 
 class CurveAccess:
@@ -63,16 +89,23 @@ def _server_keys(config: ServerConfig) -> tuple[bytes, bytes]:
     path = config.curve_secret_key
     if path is None:
         raise EndpointError("server.curve_secret_key is missing: tcp:// is served with CURVE only, see refitd keygen")
-    public, secret = _load(path)
-    if secret is None:
-        raise EndpointError(f"server.curve_secret_key: {path} holds no secret key (is it the public one?)")
-    if stat.S_IMODE(path.stat().st_mode) & 0o077:
-        raise EndpointError(f"server.curve_secret_key: {path} can be read by others: chmod 600 it, or make new keys")
+    return private_pair(path, "server.curve_secret_key")
+
+
+def _load(path: Path, called: str) -> tuple[bytes, bytes | None]:
+    try:
+        public, secret = zmq.auth.load_certificate(path)
+    except OSError:
+        raise EndpointError(f"{called}: {path} holds no CURVE key: it is no file that can be read") from None
+    except (ValueError, IndexError):
+        raise EndpointError(f"{called}: {path} holds no CURVE key as refitd keygen writes it") from None
+    if not all(_is_key(key) for key in (public, secret) if key is not None):
+        raise EndpointError(f"{called}: {path} holds no CURVE key: one is 40 characters of Z85")
     return public, secret
 
 
-def _load(path: Path) -> tuple[bytes, bytes | None]:
+def _is_key(text: bytes) -> bool:
     try:
-        return zmq.auth.load_certificate(path)
-    except (OSError, ValueError) as error:
-        raise EndpointError(f"{path} holds no CURVE key: {error}") from None
+        return len(z85.decode(text)) == _KEY_BYTES
+    except (ValueError, KeyError, struct.error):
+        return False

@@ -81,7 +81,8 @@ def status_view(status: Status) -> RenderableType:
 def top_view(history: History, endpoint: str) -> RenderableType:
     """The live view; before the first answer it says who is asked."""
     if history.now is None:
-        return Panel(Text(f"waiting for a daemon at {endpoint}", "yellow"), title="refitd top")
+        keys = "; wrong CURVE keys look like this, too" if endpoint.startswith("tcp://") else ""
+        return Panel(Text(f"waiting for a daemon at {endpoint}{keys}", "yellow"), title="refitd top")
     status = history.now.status
     parts: list[RenderableType] = [_facts(status), _rate(history.tokens_per_second)]
     if status.state is EngineState.LOADING:

@@ -150,8 +150,9 @@ def test_json_is_the_reply_itself() -> None:
 
 
 def test_top_before_and_after_the_first_answer() -> None:
-    """It starts before the daemon does, and says whom it waits for."""
+    """It starts before the daemon does, and says whom it waits for, and over TCP what else might be wrong."""
     assert "waiting for a daemon at ipc:///run/x" in text_of(top_view(History(), "ipc:///run/x"))
+    assert "wrong CURVE keys look like this, too" in text_of(top_view(History(), "tcp://10.0.0.5:7777"))
     shown = text_of(top_view(followed_by(History(), Moment(1.0, STATUS)), "ipc:///run/x"))
     assert "qwen3-8b" in shown
     assert "2 TB/s" in shown

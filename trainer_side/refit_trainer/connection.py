@@ -355,7 +355,7 @@ class Connection:
 
     def _refused(self, error: LinkRefusedError | RefitdError) -> None:
         """A refused first Hello fails `open`; a later one is tried again, and its reason told to whoever waits."""
-        refusal = error if isinstance(error, RefitdError) else DaemonUnreachable(f"{self._options.endpoint}: {error}")
+        refusal = error if isinstance(error, RefitdError) else _shut_out(self._options.endpoint, error)
         if self._welcome is None:
             raise refusal
         self._refusal = refusal
@@ -488,12 +488,17 @@ def why_unreachable(endpoint: str) -> str:
     """What can be said from outside, for people."""
     path = socket_path(endpoint)
     if path is None:
-        return "is refitd running there, and are the CURVE keys right?"
+        return "is refitd running there? Missing or wrong CURVE keys can look like silence, too"
     if not path.exists():
         return f"{path} does not exist; start refitd, or set {ENDPOINT_VARIABLE} to where it listens"
     if not os.access(path, os.W_OK):
         return f"user {os.getuid()} may not write to {path}"
     return "the socket is there, but the daemon behind it has died or hangs"
+
+
+def _shut_out(endpoint: str, error: LinkRefusedError) -> DaemonUnreachable:
+    keys = "; are the CURVE keys right, the daemon's and this client's?" if socket_path(endpoint) is None else ""
+    return DaemonUnreachable(f"{endpoint}: {error}{keys}")
 
 
 def _not_kept(error: RefitdError) -> RefitdError:

@@ -55,12 +55,21 @@ def examine(subject: Subject) -> Iterator[Finding]:
 def _before_the_start(subject: Subject, gpus: list[Gpu]) -> Iterator[Finding]:
     yield check_runtime_directory(subject.runtime_directory)
     yield check_orphans(subject.runtime_directory, visible_uuids(gpus, subject.environment))
-    yield skipped("daemon", f"none answers at {subject.endpoint}: whether a trainer here fits to it is not known")
+    keys = " (as with missing or wrong CURVE keys)" if _over_tcp(subject.endpoint) else ""
+    silence = f"none answers at {subject.endpoint}{keys}: whether a trainer here fits to it is not known"
+    yield skipped("daemon", silence)
 
 
 def _beside_a_daemon(daemon: Status, subject: Subject, gpus: list[Gpu]) -> Iterator[Finding]:
     for check in ("runtime directory", "orphans"):
         yield skipped(check, "a daemon has started here")
     yield check_versions(daemon.daemon_version, __version__)
+    if _over_tcp(subject.endpoint):
+        yield skipped("daemon", "over TCP no memory is lent: it may be on another machine, with other devices")
+        return
     yield from check_daemon_process(daemon.pid, subject.endpoint)
     yield from check_same_devices(daemon.devices, gpus, subject.environment)
+
+
+def _over_tcp(endpoint: str) -> bool:
+    return endpoint.startswith("tcp://")
