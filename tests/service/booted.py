@@ -10,6 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from tests.daemon_process import is_alive
+from tests.waiting import until
+
 SYSTEMD = Path("/lib/systemd/systemd")
 STOCK_UNITS = Path("/lib/systemd/system")
 STOCK = (
@@ -110,7 +113,7 @@ class BootedSystemd:
         """Living processes in the unit's cgroup by their pids out here; zombies hold nothing and do not count."""
         listed = self._cgroup.glob(f"**/{unit}/**/cgroup.procs")
         pids = [int(pid) for path in listed for pid in path.read_text().split()]
-        return sorted(pid for pid in pids if is_running(pid))
+        return sorted(pid for pid in pids if is_alive(pid))
 
     def close(self) -> None:
         (self._cgroup / "cgroup.kill").write_text("1")
@@ -136,18 +139,6 @@ class BootedSystemd:
         return asked.stdout.strip() == "active"
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def wait_for(condition: Callable[[], T | None], what: str, timeout_seconds: float = TIMEOUT_SECONDS) -> T:
-    """The first truthy result; there is no event to wait for across the namespaces, so it is asked for."""
-    deadline = time.monotonic() + timeout_seconds
-    while not (result := condition()):
-        if time.monotonic() > deadline:
-            raise AssertionError(f"waited {timeout_seconds:.0f} s for {what}")
-        time.sleep(0.05)
-    return result
+    """The first truthy result; to ask across the namespaces costs a process, so that is not done too often."""
+    return until(condition, what, timeout_seconds, look_seconds=0.05)
