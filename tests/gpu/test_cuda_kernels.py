@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("cupy", reason="needs CuPy, of the extra cuda12 or cuda13")
 
-from refit_protocol.digest import MASK, element_weights
+from refit_protocol.digest import LANES, MASK, element_weights, lane_weights, run_sum
 from refitd.worker.boxes import Box, Transfer
 from refitd.worker.copies import Copy, view_of
 from refitd.worker.cuda_copies import DeviceCopies
@@ -117,6 +117,41 @@ def test_digests_match_the_protocol(dtype: torch.dtype, device: torch.device) ->
     assert read(digest) == expected, "a second time too"
     flat[299_999:300_000].view(torch.uint8).bitwise_xor_(1)
     assert read(digest)["whole"] != expected["whole"]
+
+
+def run_digest(route: Route, flat: torch.Tensor) -> int:
+    """Of a run of elements of 2 bytes."""
+    target = route.transfer.target
+    held = flat.view(torch.int16)[target.offset : target.offset + target.elements].cpu().numpy().astype(np.int64)
+    return run_sum(route.tensor, route.transfer.source.offset, held, lane_weights(), lambda array: array)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("first", [0, 5 * LANES, 63 * LANES, 12_344, 12_345])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_runs_of_every_length_match_the_protocol(
+    dtype: torch.dtype, first: int, shift: int, device: torch.device
+) -> None:
+    """Whole blocks and parts of them, alone and in one group, at aligned and odd addresses, of all bit patterns."""
+    lengths = [1, 4095, LANES, 3 * LANES, 16 * LANES, 17 * LANES + 5, 64 * LANES, 200 * LANES - 1]
+    routes, at = [], shift
+    for number, length in enumerate(lengths):
+        routes.append(Route(f"t{number}", "p", Transfer(run_box(first, length), run_box(at, length))))
+        at += -(-length // 8) * 8
+    flat = bits(at, dtype, device)
+    groups = {str(number): [(route, flat)] for number, route in enumerate(routes)}
+    groups["together"] = [(route, flat) for route in routes]
+    expected = {key: sum(run_digest(*one) for one in found) & MASK for key, found in groups.items()}
+    assert read(DeviceDigest(groups, device)) == expected
+
+
+@pytest.mark.parametrize("pattern", [0, 1, 0x00FF, 0x7F80, 0x7FFF, -0x8000, -0x80, -1])
+def test_equal_elements_match_the_protocol(pattern: int, device: torch.device) -> None:
+    """The largest and smallest sums: zeros of both signs, infinities, NaNs."""
+    length = 64 * LANES
+    flat = torch.full((length,), pattern, dtype=torch.int16, device=device).view(torch.bfloat16)
+    route = Route("a", "p", Transfer(run_box(0, length), run_box(0, length)))
+    assert read(DeviceDigest({"one": [(route, flat)]}, device)) == {"one": run_digest(route, flat)}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,6 @@ from refitd.worker.plan import Route
 from refitd.worker.runs import runs_of
 
 PIECE_ELEMENTS = 64 * LANES
-BLOCKS_PER_MULTIPROCESSOR = 3
 _ROW = np.dtype(
     [("address", "u8"), ("other", "u8"), ("first", "u8"), ("salt", "u8"), ("elements", "u4"), ("group", "u4")]
 )
@@ -33,6 +32,18 @@ class _Run:
     other: int = 0
 
 
+@dataclass(frozen=True)
+class _Kernel:
+    """Of `kernels.cu`; its registers and shared memory let so many of its blocks of threads run at once."""
+
+    name: str
+    blocks_per_multiprocessor: int
+
+
+_KERNELS = {width: _Kernel(f"digest_{width}", 3) for width in (1, 2, 4, 8)}
+_WHOLE_BLOCKS_2 = _Kernel("digest_2_blocks", 1)
+
+
 class DeviceDigest:
     """The full digest of groups of routes. Tables are made once; a digest costs one pass over the bytes."""
 
@@ -46,7 +57,11 @@ class DeviceDigest:
             for route, flat in routes:
                 width, salt = flat.element_size(), int(name_salt(route.tensor))
                 rows[width] += [_rows(run, width, salt, number) for run in _route_runs(route, flat)]
-        self._tables = [_Table(width, np.concatenate(found), device) for width, found in rows.items()]
+        self._tables = [
+            _Table(kernel, part, device)
+            for width, found in rows.items()
+            for kernel, part in _by_kernel(width, np.concatenate(found), device)
+        ]
 
     def begin(self) -> dict[str, torch.Tensor]:
         """By group, modulo 2^64; enqueued."""
@@ -70,7 +85,9 @@ class DeviceComparison:
             names[width] += [name] * sum(len(table) for table in found)
         self._device = device
         self._lanes = torch.from_numpy(lane_weights().copy()).to(device)
-        self._tables = [(np.array(names[width]), _Table(width, np.concatenate(rows[width]), device)) for width in rows]
+        self._tables = [
+            (np.array(names[width]), _Table(_KERNELS[width], np.concatenate(rows[width]), device)) for width in rows
+        ]
 
     def different(self) -> list[str]:
         """The names of copies whose two sides hold different bytes."""
@@ -82,15 +99,15 @@ class DeviceComparison:
 
 
 class _Table:
-    """Rows for the kernel, all with elements of one width."""
+    """Rows for one kernel, all with elements of its width."""
 
-    def __init__(self, width: int, rows: NDArray[np.void], device: torch.device) -> None:
-        self._kernel = f"digest_{width}"
+    def __init__(self, kernel: _Kernel, rows: NDArray[np.void], device: torch.device) -> None:
+        self._kernel = kernel.name
         self._count = len(rows)
         self._rows = torch.from_numpy(rows.view(np.uint8)).to(device)
         self._different = torch.zeros(self._count, dtype=torch.uint8, device=device)
         self._compares = bool(rows["other"].any())
-        self._blocks = min(multiprocessors(device) * BLOCKS_PER_MULTIPROCESSOR, self._count)
+        self._blocks = min(multiprocessors(device) * kernel.blocks_per_multiprocessor, self._count)
 
     def run(self, lanes: torch.Tensor, sums: torch.Tensor) -> None:
         # Nobody else sets any, and the launch of a kernel that is cold takes 0.1 ms.
@@ -102,6 +119,17 @@ class _Table:
         """Of each row, whether the bytes at `other` were not the same."""
         found: NDArray[np.bool_] = self._different.cpu().numpy().astype(np.bool_)
         return found
+
+
+def _by_kernel(width: int, rows: NDArray[np.void], device: torch.device) -> Iterator[tuple[_Kernel, NDArray[np.void]]]:
+    """For rows that are compared with nothing. First what takes longest: the next launch goes on meanwhile."""
+    if width == 2 and torch.cuda.get_device_capability(device) >= (8, 0):
+        whole = (rows["first"] % LANES == 0) & (rows["elements"] % LANES == 0) & (rows["address"] % 16 == 0)
+        if whole.any():
+            yield _WHOLE_BLOCKS_2, rows[whole]
+        rows = rows[~whole]
+    if len(rows):
+        yield _KERNELS[width], rows
 
 
 def _route_runs(route: Route, flat: torch.Tensor) -> list[_Run]:
@@ -121,10 +149,11 @@ def _copy_runs(copy: Copy) -> list[_Run]:
 
 
 def _rows(run: _Run, width: int, salt: int, group: int) -> NDArray[np.void]:
-    """The run cut at multiples of PIECE_ELEMENTS of the index, so that all pieces but the first start on lane 0."""
+    """The run cut at multiples of PIECE_ELEMENTS of the index, and between whole blocks and parts of one."""
     end = run.first + run.elements
-    cuts = np.arange(run.first // PIECE_ELEMENTS + 1, -(-end // PIECE_ELEMENTS), dtype=np.int64) * PIECE_ELEMENTS
-    firsts = np.concatenate([[run.first], cuts])
+    cuts = range(run.first // PIECE_ELEMENTS * PIECE_ELEMENTS, end, PIECE_ELEMENTS)
+    wanted = {run.first, -(-run.first // LANES) * LANES, end // LANES * LANES, *cuts}
+    firsts = np.array(sorted(cut for cut in wanted if run.first <= cut < end), dtype=np.int64)
     rows = np.zeros(len(firsts), dtype=_ROW)
     rows["address"] = run.address + (firsts - run.first) * width
     rows["other"] = run.other + (firsts - run.first) * width if run.other else 0

@@ -257,3 +257,116 @@ extern "C" __global__ __launch_bounds__(256, 3) void digest_4(const Run* r, u32 
 extern "C" __global__ __launch_bounds__(256) void digest_8(const Run* r, u32 n, const u64* w, u64* s, unsigned char* d) {
     digest<i64>(r, n, w, s, d);
 }
+
+// Older devices have no such instruction, and are not asked for this kernel.
+#if __CUDA_ARCH__ >= 800
+
+// Whole blocks of elements of 2 bytes, on the tensor cores: by the multiply-adds of `digest` such elements are weighed
+// more slowly than memory delivers them. The sum is taken apart into a product of two matrices of bytes, A * B:
+//
+// - An element is low + 256 * high, and a weight is the sum over n of its byte n * 256^n. So B has a row for each byte
+//   of the elements and eight columns: column n holds byte n of the weight where the row meets a low byte, and byte n
+//   of 256 * weight where it meets a high one. What 256 * weight loses at the top is nothing modulo 2^64.
+// - All blocks have the same lane weights. So the rows of A are blocks: a warp always meets the same 512 lanes and
+//   keeps B in registers, and each row of the product is multiplied by the weight of its block once, in 64 bits.
+// - Of a signed element the high byte alone is signed, which the instruction cannot be told. The bits ^ 0x8000 are the
+//   element + 32768 as an unsigned number; what that adds to a row, 32768 * the sum of its lane weights, is constant.
+// - A number of the product adds up 1024 products of two bytes, which stays below 2^26.
+//
+// The instruction takes 16 rows and 32 columns of A. A warp's lane g * 4 + t holds of them rows g and g + 8, columns
+// 4 * t to 4 * t + 3 and 16 more than these; of B the rows with those numbers, column g; and of the product rows g and
+// g + 8, columns 2 * t and 2 * t + 1. Which byte is which column of A is free as long as B has the same order, so every
+// lane takes 16 bytes as they lie and spends them on two instructions.
+struct ByteWeights {
+    static const int WARP_LANES = LANES / 8;   // of each of the 8 warps
+    static const int LOADS = WARP_LANES / 32;  // of 16 bytes for each of 4 lanes of a warp, to read one row
+    u32 bytes[LOADS][2][2];
+    u64 excess;  // of a row, in one of the lanes that hold it
+
+    __device__ __forceinline__ explicit ByteWeights(const u64* lane_weights) {
+        const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        const u64* mine = lane_weights + threadIdx.x / 32 * WARP_LANES;
+        u64 sum = 0;
+        for (u32 i = lane; i < WARP_LANES; i += 32) sum += mine[i];
+        sum = warp_sum(sum);
+        excess = t == 0 ? sum << 15 : 0;
+#pragma unroll
+        for (int load = 0; load < LOADS; load++)
+#pragma unroll
+            for (int pair = 0; pair < 4; pair++)
+                bytes[load][pair / 2][pair % 2] = column(mine + load * 32 + t * 8 + pair * 2, 8 * g);
+    }
+
+    // What two elements, low byte first, meet in the column whose byte begins at bit `at` of a weight.
+    static __device__ __forceinline__ u32 column(const u64* weights, u32 at) {
+        const u64 one = weights[0], two = weights[1];
+        return (u32)(one >> at & 255) | (u32)((one << 8) >> at & 255) << 8 | (u32)(two >> at & 255) << 16 |
+               (u32)((two << 8) >> at & 255) << 24;
+    }
+};
+
+// Adds A * B to `product`; A as four elements of row g, `upper`, and four of row g + 8, `lower`.
+__device__ __forceinline__ void multiply_bytes(int* product, uint2 upper, uint2 lower, const u32* weights) {
+    const u32 signs = 0x80008000u;
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(product[0]), "+r"(product[1]), "+r"(product[2]), "+r"(product[3])
+        : "r"(upper.x ^ signs), "r"(lower.x ^ signs), "r"(upper.y ^ signs), "r"(lower.y ^ signs), "r"(weights[0]),
+          "r"(weights[1]));
+}
+
+// This warp's lanes of 16 blocks from `begin` on. Rows past the last of `blocks` read block `begin` and count nothing.
+__device__ __forceinline__ u64 sum_rows(const Run& run, u32 begin, u32 blocks, const ByteWeights& weights) {
+    const int BATCH = 4;  // loads under way for each row
+    const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const uint4* rows[2];
+    u64 row_weights[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const u32 block = begin + half * 8 + g;
+        const bool counts = block < blocks;
+        rows[half] = (const uint4*)run.address + (counts ? block : begin) * (LANES / 8) +
+                     threadIdx.x / 32 * (ByteWeights::WARP_LANES / 8) + t;
+        row_weights[half] = counts ? block_weight(run.first / LANES + block, run.salt) : 0;
+    }
+    int product[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int load = 0; load < ByteWeights::LOADS; load += BATCH) {
+        uint4 upper[BATCH], lower[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            upper[i] = load_once(rows[0] + (load + i) * 4);
+            lower[i] = load_once(rows[1] + (load + i) * 4);
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const u32(*columns)[2] = weights.bytes[load + i];
+            multiply_bytes(product, {upper[i].x, upper[i].y}, {lower[i].x, lower[i].y}, columns[0]);
+            multiply_bytes(product, {upper[i].z, upper[i].w}, {lower[i].z, lower[i].w}, columns[1]);
+        }
+    }
+    u64 sum = 0;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const u64 row = ((u64)(u32)product[half * 2] << 16 * t) + ((u64)(u32)product[half * 2 + 1] << 16 * t + 8);
+        sum += (row - weights.excess) * row_weights[half];
+    }
+    return sum;
+}
+
+// As digest_2, for runs of whole blocks at multiples of 16 bytes that are not compared with anything.
+extern "C" __global__ __launch_bounds__(256, 1) void digest_2_blocks(const Run* runs, u32 count,
+                                                                     const u64* lane_weights, u64* sums,
+                                                                     unsigned char*) {
+    const ByteWeights weights(lane_weights);
+    for (u32 number = blockIdx.x; number < count; number += gridDim.x) {
+        const Run run = runs[number];
+        const u32 blocks = run.elements / LANES;
+        u64 sum = 0;
+        for (u32 begin = 0; begin < blocks; begin += 16) sum += sum_rows(run, begin, blocks, weights);
+        sum = warp_sum(sum);
+        if (threadIdx.x % 32 == 0) atomicAdd(sums + run.group, sum);
+    }
+}
+
+#endif
