@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Coroutine
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ import msgspec
 import pytest
 import uvloop
 
+from refit_protocol.awake import awake
 from refit_protocol.errors import ErrorCode, Fault
-from refit_protocol.messages import Generate, GetManifest, GetStatus, Manifest, Status
+from refit_protocol.messages import Generate, GetDigest, GetManifest, GetStatus, Manifest, Status, WeightsDigest
 from refit_trainer import (
     AsyncDaemon,
     ClientClosed,
@@ -29,8 +31,10 @@ from refit_trainer import (
     RefitdError,
     RequestTimedOut,
     UsedAfterFork,
+    aio,
 )
 from refit_trainer.client import LoopThread
+from refit_trainer.daemon_refit import AWAKE_SECONDS
 from refit_trainer.prompts import GenerateOptions
 from refit_trainer.refits import RefitOptions
 from tests.trainer.background import in_background
@@ -262,6 +266,33 @@ def test_the_openai_base_url_is_never_none(peer: Peer, url: str | None) -> None:
         with pytest.raises(RefitdError, match=r"http\.enabled") as refused:
             client.openai_base_url()
     assert refused.value.code is ErrorCode.UNSUPPORTED
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("cpu", 0.0), ("GPU-1", AWAKE_SECONDS["cuda"])])
+def test_the_digest_of_a_gpu_is_awaited_awake(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, device: str, seconds: float
+) -> None:
+    """It takes milliseconds, while a CPU needs its cores. What the engine runs on is asked for once."""
+    asked_for: list[str] = []
+    awake_for: list[float] = []
+
+    def answer(asked: Asked) -> None:
+        asked_for.append(type(asked.body).__name__)
+        if isinstance(asked.body, GetDigest):
+            asked.reply(WeightsDigest(version=3, mode=asked.body.mode, digest="0"))
+        else:
+            asked.reply(msgspec.structs.replace(STATUS, devices=[device]))
+
+    def noted(seconds: float) -> AbstractContextManager[None]:
+        awake_for.append(seconds)
+        return awake(seconds)
+
+    peer.answer = answer
+    monkeypatch.setattr(aio, "awake", noted)
+    with Daemon.connect(peer.endpoint) as client:
+        assert [client.digest(mode).mode for mode in ("sampled", "full")] == ["sampled", "full"]
+    assert asked_for == ["GetStatus", "GetDigest", "GetDigest"]
+    assert awake_for == [seconds, seconds]
 
 
 @pytest.mark.parametrize("client_class", [Daemon, AsyncDaemon])

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Self, TypedDict, TypeVar, Unpack
 
+from refit_protocol.awake import awake
 from refit_protocol.digest import DigestMode
 from refit_protocol.endpoint import default_endpoint, socket_path
 from refit_protocol.errors import ErrorCode, Fault
@@ -47,7 +48,7 @@ from refit_protocol.messages import (
 from refit_protocol.states import EngineState
 from refit_trainer.broadcast_refits import join_group, refit_by_broadcast
 from refit_trainer.connection import Connection, ConnectionOptions
-from refit_trainer.daemon_refit import DaemonRefit, refit_in_place
+from refit_trainer.daemon_refit import AWAKE_SECONDS, DaemonRefit, refit_in_place
 from refit_trainer.errors import RefitdError, RequestTimedOut
 from refit_trainer.inbox import Mailbox
 from refit_trainer.link import CurveKeys
@@ -104,6 +105,7 @@ class AsyncDaemon:
         self._bucket_bytes = options.get("bucket_bytes", _BUCKET_BYTES)
         self._staging: Staging | None = None
         self._timeout_seconds = timeout_seconds
+        self._engine_devices: list[str] = []
 
     @classmethod
     def connect(
@@ -170,7 +172,11 @@ class AsyncDaemon:
         return await self._ask(GetManifest(), Manifest)
 
     async def digest(self, mode: Literal["sampled", "full"] = "sampled") -> WeightsDigest:
-        return await self._ask(GetDigest(mode=mode), WeightsDigest, SLOW_SECONDS)
+        # Where an engine runs does not change: asked for once.
+        if not self._engine_devices:
+            self._engine_devices = (await self.status()).devices
+        with awake(AWAKE_SECONDS.get("cpu" if "cpu" in self._engine_devices else "cuda", 0.0)):
+            return await self._ask(GetDigest(mode=mode), WeightsDigest, SLOW_SECONDS)
 
     async def verify(self, weights: torch.nn.Module | Mapping[str, torch.Tensor], *, full: bool = False) -> bool:
         """Whether the engine serves exactly these weights, by the digests of both; `full` looks at every element."""

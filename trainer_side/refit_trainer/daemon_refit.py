@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from refit_trainer.sharing import SharedModule
 
 # Longer than a GPU takes to copy what it can hold. A CPU needs its cores for the copy.
-_AWAKE_SECONDS = {"cuda": 0.025}
+AWAKE_SECONDS = {"cuda": 0.025}
 
 
 class DaemonRefit(OneRefit):
@@ -80,7 +80,7 @@ class DaemonRefit(OneRefit):
         """All of a refit that nothing ends early; in one, since every change of threads takes its time."""
         await self.enter()
         await self.open(shared.memory, "inplace", shared.tensors)
-        with awake(_AWAKE_SECONDS.get(shared.device.type, 0.0)):
+        with awake(AWAKE_SECONDS.get(shared.device.type, 0.0)):
             report = await self.commit(only, options)
         await self.leave()
         return report
