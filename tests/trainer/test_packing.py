@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 from refit_protocol.broadcast import BroadcastLayout
 from refit_protocol.tensors import ITEM_BYTES, check_pieces
 from refit_trainer import LayoutMismatch
-from refit_trainer.layouts import layout_of
-from refit_trainer.packing import copy_range, pack, pack_broadcasts
+from refit_trainer.cuda_packing import CHUNK_BYTES, VECTOR_BYTES, chunks_of
+from refit_trainer.layouts import MappingLayout, layout_of
+from refit_trainer.packing import FilledBucket, Places, copy_range, pack, pack_broadcasts
+from refit_trainer.packing_plan import PackingPlan, Run
 
 
 def buckets_of(size_bytes: int) -> list[torch.Tensor]:
@@ -172,3 +175,94 @@ def test_broadcasts_take_the_next_buffer_only_where_something_is_packed() -> Non
             came[piece.name].append(view.view(torch.float32).clone())
     assert used == [0, 1, 0]
     assert all(torch.equal(torch.cat(came[name]), tensor.flatten()) for name, tensor in tensors.items())
+
+
+# --- planned ---
+
+
+def packed_by(filling: Iterator[FilledBucket], buckets: list[torch.Tensor]) -> list[tuple[FilledBucket, bytes]]:
+    """What a reader is told of every bucket, and what it finds there."""
+    return [(filled, buckets[filled.bucket].numpy().tobytes()) for filled in filling]
+
+
+@pytest.mark.parametrize("size_bytes", [64, 192, 1024, 1 << 16])
+@pytest.mark.parametrize("max_pieces", [3, 1 << 16])
+def test_plan_packs_what_an_iterator_would(size_bytes: int, max_pieces: int) -> None:
+    """The same pieces and the same bytes, refit after refit: of new values, and of tensors that have moved, turned from
+    contiguous to strided, or are views at odd addresses."""
+    tensors = awkward_tensors()
+    layout, buckets, others = layout_of(tensors.items()), buckets_of(size_bytes), buckets_of(size_bytes)
+    plan = PackingPlan([*layout.values()], Places(buckets), max_pieces)
+    moved = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    turned = moved | {"wide": torch.randn(50, 7).t(), "bytes": torch.arange(67, dtype=torch.int8)[1:66]}
+    for present in (tensors, {name: tensor + tensor for name, tensor in moved.items()}, turned, tensors):
+        assert plan.is_for([*layout.values()], max_pieces)
+        assert plan.fits([*present.values()])
+        expected = packed_by(pack(iter(present.items()), layout, others, max_pieces), others)
+        assert packed_by(plan.pack([*present.values()]), buckets) == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=6), st.integers(1, 20), st.randoms())
+def test_any_plan_is_exact(shapes: list[list[int]], steps: int, random: object) -> None:
+    """Whatever the shapes, strides and bucket size."""
+    tensors = {}
+    for index, shape in enumerate(shapes):
+        order = list(range(len(shape)))
+        random.shuffle(order)
+        tensors[str(index)] = torch.randn(shape).permute(order)
+    layout, buckets, others = layout_of(tensors.items()), buckets_of(64 * steps), buckets_of(64 * steps)
+    plan = PackingPlan([*layout.values()], Places(buckets), 4)
+    expected = packed_by(pack(iter(tensors.items()), layout, others, 4), others)
+    assert packed_by(plan.pack([*tensors.values()]), buckets) == expected
+
+
+def test_plan_is_for_one_layout_in_one_order() -> None:
+    """Another order, dtype, shape or limit needs another plan; tensors that are not the layout's do not fit."""
+    tensors = {"a": torch.ones(4), "b": torch.ones(2, 3)}
+    shapes = [*layout_of(tensors.items()).values()]
+    plan = PackingPlan(shapes, Places(buckets_of(64)), 4)
+    assert not plan.is_for(shapes[::-1], 4)
+    assert not plan.is_for(shapes, 5)
+    assert not plan.is_for([shapes[0], None], 4)
+    for other in (torch.ones(3, 2), torch.ones(6), torch.ones(2, 3, dtype=torch.float64)):
+        assert not plan.fits([tensors["a"], other])
+
+
+def test_planned_parameters_are_packed_without_a_graph() -> None:
+    """Neither the contiguous nor the strided ones leave autograd history in the buckets."""
+    buckets = buckets_of(256)
+    tensors = [torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(3, 2).t())]
+    shapes = layout_of([("plain", tensors[0]), ("turned", tensors[1])])
+    list(PackingPlan([*shapes.values()], Places(buckets), 10).pack(tensors))
+    assert not buckets[0].requires_grad
+    assert torch.equal(buckets[0][:16].view(torch.float32), torch.ones(4))
+
+
+def test_layout_of_a_mapping_follows_its_tensors() -> None:
+    """The very same as long as names, shapes and dtypes stay; anew, and with the same refusals, where they do not."""
+    known, tensors = MappingLayout(), {"a": torch.ones(4), "b": torch.ones(2, 3)}
+    layout = known.of(tensors)
+    assert layout == layout_of(tensors.items())
+    assert known.of({name: tensor.clone() for name, tensor in tensors.items()}) is layout
+    changes = [{"b": torch.ones(3, 2)}, {"b": torch.ones(2, 3, dtype=torch.int8)}, {"c": torch.ones(1)}]
+    for changed in [tensors | change for change in changes] + [{"b": tensors["b"], "a": tensors["a"]}]:
+        assert [*known.of(changed).items()] == [*layout_of(changed.items()).items()]
+    with pytest.raises(TypeError, match="a pair of str and int"):
+        known.of({"a": 3})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("size_bytes", [VECTOR_BYTES, CHUNK_BYTES, CHUNK_BYTES + VECTOR_BYTES, 5 * CHUNK_BYTES - 32])
+def test_chunks_cover_every_run(size_bytes: int) -> None:
+    """Each byte once, at the same distance from both starts, in chunks of bounded size."""
+    runs = [Run(4, 32, 1 << 40, size_bytes), Run(0, 0, 1 << 41, 0), Run(2, 64, 1 << 42, 48)]
+    chunks = chunks_of(runs)
+    assert chunks.vectors.min() > 0
+    assert chunks.vectors.max() <= CHUNK_BYTES // VECTOR_BYTES
+    for run in runs:
+        of_run = chunks.tensors == run.tensor
+        sizes = chunks.vectors[of_run] * VECTOR_BYTES
+        inside = np.cumsum(sizes) - sizes
+        assert sizes.sum() == run.size_bytes
+        assert np.array_equal(chunks.offsets[of_run], run.offset_bytes + inside)
+        assert np.array_equal(chunks.targets[of_run], run.target + inside)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -23,6 +23,25 @@ TAKES = "a refit takes a module, a mapping from names to tensors, or an iterable
 
 def layout_of(tensors: Iterable[NamedTensor]) -> Layout:
     return {name: _shape(name, tensor) for name, tensor in tensors}
+
+
+class MappingLayout:
+    """The layout of a mapping, made anew only where it holds other names, types, shapes or dtypes than the last time:
+    trainers refit from the same one again and again."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[list[str], list[type]] = [], []
+        self._shapes: list[tuple[torch.Size, torch.dtype]] = []
+        self._layout: Layout = {}
+
+    def of(self, weights: Mapping[str, torch.Tensor]) -> Layout:
+        """Of a mapping that holds its tensors; not to be changed by the caller. Raises like `named_pairs`."""
+        tensors = [*weights.values()]
+        seen = [*weights], [type(tensor) for tensor in tensors]
+        if seen != self._seen or _shapes(tensors) != self._shapes:
+            self._layout = layout_of(named_pairs(weights.items()))
+            self._seen, self._shapes = seen, _shapes(tensors)
+        return self._layout
 
 
 def announced(specs: Iterable[TensorShape], only: Iterable[str] | None = None) -> Layout:
@@ -115,7 +134,7 @@ def check_selection(only: Iterable[str], known: Container[str]) -> None:
         )
 
 
-def selected(tensors: Iterable[NamedTensor], names: frozenset[str]) -> Iterator[NamedTensor]:
+def selected(tensors: Iterable[NamedTensor], names: Container[str]) -> Iterator[NamedTensor]:
     return ((name, tensor) for name, tensor in tensors if name in names)
 
 
@@ -135,6 +154,10 @@ def _dtype_of(dtype: torch.dtype) -> DType:
 
 def _may_be_left_out(tensor: ManifestTensor) -> bool:
     return tensor.optional or tensor.alias_of is not None
+
+
+def _shapes(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
 def _shape(name: str, tensor: torch.Tensor) -> TensorShape:

@@ -12,7 +12,7 @@ from math import prod
 import torch
 
 from refit_protocol.broadcast import BroadcastLayout
-from refit_protocol.tensors import BucketPiece, TensorShape, aligned
+from refit_protocol.tensors import ITEM_BYTES, BucketPiece, TensorShape, aligned
 from refit_trainer.errors import LayoutMismatch
 
 ALIGNMENT_BYTES = 64
@@ -29,11 +29,35 @@ class FilledBucket:
     size_bytes: int = 0
 
 
+class Placing:
+    """Gives pieces their places: one behind the other, in `count` buckets in turn."""
+
+    def __init__(self, count: int, bucket_bytes: int, max_pieces: int) -> None:
+        self._count = count
+        self._bucket_bytes = bucket_bytes
+        self._max_pieces = max_pieces
+        self.filled = FilledBucket(0)
+
+    def of(self, tensor: TensorShape) -> Iterator[tuple[FilledBucket, BucketPiece]]:
+        """The pieces of the tensor that comes next, each with its bucket: another one than before when that is full."""
+        item_bytes = ITEM_BYTES[tensor.dtype]
+        for first, count in _cuts(tensor, self._bucket_bytes):
+            offset_bytes = aligned(self.filled.size_bytes, ALIGNMENT_BYTES)
+            end_bytes = offset_bytes + count * item_bytes
+            if len(self.filled.pieces) == self._max_pieces or end_bytes > self._bucket_bytes:
+                self.filled = FilledBucket((self.filled.bucket + 1) % self._count)
+                offset_bytes, end_bytes = 0, count * item_bytes
+            piece = BucketPiece(name=tensor.name, first=first, count=count, offset_bytes=offset_bytes)
+            self.filled.pieces.append(piece)
+            self.filled.size_bytes = end_bytes
+            yield self.filled, piece
+
+
 class Places:
     """Parts of `buckets` as typed tensors, each made once: trainers pack the same layout at every refit."""
 
     def __init__(self, buckets: Sequence[torch.Tensor]) -> None:
-        self._buckets = buckets
+        self.buckets = buckets
         self._made: dict[tuple[int, int, torch.Size, torch.dtype], torch.Tensor] = {}
 
     def at(self, bucket: int, offset_bytes: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -41,7 +65,7 @@ class Places:
         found = self._made.get(key)
         if found is None:
             size_bytes = shape.numel() * dtype.itemsize
-            found = self._buckets[bucket][offset_bytes : offset_bytes + size_bytes].view(dtype).view(shape)
+            found = self.buckets[bucket][offset_bytes : offset_bytes + size_bytes].view(dtype).view(shape)
             if len(self._made) >= MAX_PLACES:
                 self._made.clear()
             self._made[key] = found
@@ -63,27 +87,28 @@ def pack(
     """
     places = places or Places(buckets)
     missing = dict(announced)
-    bucket_bytes = buckets[0].numel()
-    filled = FilledBucket(0)
+    placing = Placing(len(buckets), buckets[0].numel(), max_pieces)
+    filled = placing.filled
     for name, tensor in tensors:
-        _check_announced(name, tensor, announced, missing)
+        expected = _check_announced(name, tensor, announced, missing)
         tensor = tensor.detach()
-        for first, count in _cuts(tensor, bucket_bytes):
-            offset_bytes = aligned(filled.size_bytes, ALIGNMENT_BYTES)
-            size_bytes = count * tensor.element_size()
-            if len(filled.pieces) == max_pieces or offset_bytes + size_bytes > bucket_bytes:
+        for following, piece in placing.of(expected):
+            if following is not filled:
                 yield filled
-                filled, offset_bytes = FilledBucket((filled.bucket + 1) % len(buckets)), 0
-            if count == tensor.numel():
-                _copy(tensor, places.at(filled.bucket, offset_bytes, tensor.shape, tensor.dtype))
-            else:
-                part = torch.Size((count,))
-                copy_range(tensor, first, places.at(filled.bucket, offset_bytes, part, tensor.dtype))
-            filled.pieces.append(BucketPiece(name=name, first=first, count=count, offset_bytes=offset_bytes))
-            filled.size_bytes = offset_bytes + size_bytes
+                filled = following
+            copy_piece(tensor, piece, places, filled.bucket)
     if missing:
         raise _missing([*missing])
     yield filled
+
+
+def copy_piece(tensor: torch.Tensor, piece: BucketPiece, places: Places, bucket: int) -> None:
+    """To its place in that bucket; the tensor, which is detached, may be strided."""
+    if piece.count == tensor.numel():
+        _copy(tensor, places.at(bucket, piece.offset_bytes, tensor.shape, tensor.dtype))
+    else:
+        part = torch.Size((piece.count,))
+        copy_range(tensor, piece.first, places.at(bucket, piece.offset_bytes, part, tensor.dtype))
 
 
 @dataclass(frozen=True)
@@ -175,27 +200,28 @@ def _copy_rows(tensor: torch.Tensor, first: int, flat: torch.Tensor) -> None:
         done += target.numel()
 
 
-def _cuts(tensor: torch.Tensor, bucket_bytes: int) -> Iterator[tuple[int, int]]:
+def _cuts(tensor: TensorShape, bucket_bytes: int) -> Iterator[tuple[int, int]]:
     """(first element, count) of every piece: one for a tensor that fits a bucket, else whole rows where a row fits."""
-    room = bucket_bytes // tensor.element_size()
-    if tensor.numel() <= room:
-        yield 0, tensor.numel()
+    elements, room = tensor.elements, bucket_bytes // ITEM_BYTES[tensor.dtype]
+    if elements <= room:
+        yield 0, elements
         return
     row_elements = prod(tensor.shape[1:])
     most = room - room % row_elements if row_elements <= room else room
-    for first in range(0, tensor.numel(), most):
-        yield first, min(most, tensor.numel() - first)
+    for first in range(0, elements, most):
+        yield first, min(most, elements - first)
 
 
 def _check_announced(
     name: str, tensor: torch.Tensor, announced: Mapping[str, TensorShape], missing: dict[str, TensorShape]
-) -> None:
+) -> TensorShape:
     expected = missing.pop(name, None)
     if expected is None:
         raise LayoutMismatch(
             f"{name} comes a second time" if name in announced else f"{name} is not expected: {EXPECTED}"
         )
     _check_shape(name, tensor, expected)
+    return expected
 
 
 def _check_shape(name: str, tensor: torch.Tensor, expected: TensorShape) -> None:
