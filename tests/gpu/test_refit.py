@@ -6,6 +6,7 @@ import os
 import threading
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import psutil
 import pytest
@@ -17,11 +18,23 @@ from refit_protocol.states import EngineState
 from refit_trainer import Daemon, NotShareable, RefitdError, Sampling, share_parameters, unshare_parameters
 from tests.canary import unharmed
 from tests.daemon_process import DaemonProcess
-from tests.gpu.conftest import PROMPT, digest_of, load_values, sampled, trainer_model
+from tests.gpu.conftest import (
+    PROMPT,
+    SETTINGS,
+    SHAPE,
+    digest_of,
+    load_values,
+    running_daemons,
+    sampled,
+    trainer_model,
+)
 from tests.gpu.peers import peer
+from tests.worker.models import build_model, random_model
 
 MANY = 300
 FLAT_AFTER = 10
+# Half a gigabyte: what a second copy of it would take shows beside what a process takes by itself.
+LARGER = {**SHAPE, "vocab_size": 64_000, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
 
 
 def test_refits_are_exact_from_a_to_b_and_back(
@@ -65,6 +78,22 @@ def test_buckets_of_any_size_give_the_same(gpu_process: DaemonProcess, bucket_by
             load_values(model, seed)
             daemon.refit(dict(model.named_parameters()))
             assert daemon.digest("full").digest == digest_of(daemon, model)
+
+
+def test_a_first_refit_through_buckets_is_proven_and_gives_its_memory_back(short_directory: Path) -> None:
+    """The proof works in device memory; by the plan and exact from then on."""
+    checkpoint = build_model("qwen3", short_directory / "gpu-larger", seed=0, **LARGER)
+    with (
+        running_daemons(short_directory, {"gpu-first": (checkpoint, SETTINGS)}) as processes,
+        processes["gpu-first"].connect(bucket_bytes=1 << 24) as daemon,
+    ):
+        model = random_model("qwen3", seed=1, **LARGER).to("cuda")
+        free_bytes = torch.cuda.mem_get_info()[0]
+        for _ in range(2):
+            assert daemon.refit(dict(model.named_parameters())).path == "plan"
+            assert daemon.digest("full").digest == digest_of(daemon, model)
+        size_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        assert torch.cuda.mem_get_info()[0] > free_bytes - size_bytes // 2
 
 
 @pytest.mark.parametrize("way", ["inplace", "bucket"])

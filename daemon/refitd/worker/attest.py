@@ -172,7 +172,8 @@ def _finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(as_bits(one), as_bits(other))
+    """Of tensors with the same shape and dtype."""
+    return all(torch.equal(as_bits(a), as_bits(b)) for a, b in zip(_parts(one), _parts(other), strict=True))
 
 
 def _require_none(different: Sequence[str]) -> None:
