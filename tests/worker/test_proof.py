@@ -139,6 +139,20 @@ def test_what_is_loaded_in_place_is_proven_too(biased: LoadedWorker) -> None:
     assert torch.equal(biased.served()[QKV_BIAS], torch.cat([q, v, k]))
 
 
+def test_a_model_that_is_wrapped_for_adapters_is_proven_too(
+    worker_of: Callable[[Kind], LoadedWorker], checkpoint: Callable[[Kind, int], Path]
+) -> None:
+    """The loader sees other names than the plan has."""
+    worker_of("qwen3")
+    wrapped = LoadedWorker(checkpoint("qwen3", 0), enable_lora=True)
+    weights = weights_of_engine(wrapped)
+    assert any(".base_layer." in name for name in weights.plan.parameters)
+    prove_by_reload(weights)
+    swapped(weights, GATE, UP)
+    assert wrong_parameters(weights) == [GATE_UP.replace(".weight", ".base_layer.weight")]
+    wrapped.close()
+
+
 def test_elements_of_other_ranks_do_not_pass_for_zeros(engine: LoadedWorker) -> None:
     """A plan that takes half of a tensor while the loader takes all of it: found although the engine holds zeros."""
     weights = weights_of_engine(engine)
