@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from refit_protocol.errors import ErrorCode, ProtocolError
-from refit_protocol.tensors import DType, TensorShape
-from refitd.worker.buckets import Coverage
+from refit_protocol.tensors import BucketPiece, DType, TensorShape
+from refitd.worker.buckets import Arrivals, Coverage
 from tests.worker.engines import LoadedWorker, differences
 from tests.worker.models import Kind
 from tests.worker.trainers import ExportedMemory
@@ -163,6 +163,61 @@ def test_announcements_are_checked_before_anything_is_written(
     assert [item["name"] for item in details["shape"] + details["dtype"]] == [weights[0]["name"], weights[1]["name"]]
 
 
+def test_what_came_whole_before_is_still_checked(
+    bucket_worker: LoadedWorker,
+    memories: list[ExportedMemory],
+    weights_of: Callable[[Kind, int], Weights],
+    fresh: Callable[[Kind, int], Weights],
+) -> None:
+    """After a refit that was complete: one that ends early, one that brings an element twice, one in another order."""
+    weights = weights_of("qwen3", 1)
+    refit(bucket_worker, memories, weights_of("qwen3", 0), 60_000)
+    names = list(weights)
+    random.Random(60_000).shuffle(names)
+    buckets = list(buckets_of({name: weights[name] for name in names}, 60_000))
+    assert len(buckets) > 2
+
+    bucket_worker.call("refitd_begin", SOURCE, announced(weights))
+    for number, pieces in enumerate(buckets[:-1]):
+        push(bucket_worker, memories, number % 2, pieces)
+    code, details, _ = bucket_worker.refused("refitd_finish")
+    assert code == "manifest_mismatch"
+    assert {item["name"] for item in details["incomplete"]} == {name for name, _, _ in buckets[-1]}
+    bucket_worker.call("refitd_abort")
+
+    bucket_worker.call("refitd_begin", SOURCE, announced(weights))
+    push(bucket_worker, memories, 0, buckets[0])
+    again = [{"name": name, "first": first, "count": 1, "offset_bytes": 0} for name, first, _ in buckets[0][:1]]
+    assert bucket_worker.refused("refitd_apply_bucket", 1, again)[0] == "invalid_descriptor"
+
+    bucket_worker.call("refitd_begin", SOURCE, announced(weights))
+    for number, pieces in enumerate([buckets[0], *reversed(buckets[1:])]):
+        push(bucket_worker, memories, number % 2, pieces)
+    bucket_worker.call("refitd_finish")
+    assert differences(bucket_worker.served(), fresh("qwen3", 1)) == []
+
+
+def test_validation_of_another_layout_leaves_the_refit_alone(
+    bucket_worker: LoadedWorker, memories: list[ExportedMemory], weights_of: Callable[[Kind, int], Weights]
+) -> None:
+    """The same pieces of another dtype are other bytes: neither refit goes by what was compiled for the other."""
+    halves = {name: tensor.half() for name, tensor in weights_of("qwen3", 1).items()}
+    weights = {name: tensor.to(torch.bfloat16) for name, tensor in halves.items()}
+    refit(bucket_worker, memories, weights, 60_000)
+    expected = bucket_worker.served()
+    bucket_worker.call("refitd_begin", SOURCE, announced(weights))
+    for number, pieces in enumerate(buckets_of(weights, 60_000)):
+        push(bucket_worker, memories, number % 2, pieces)
+        bucket_worker.call("refitd_validate", SOURCE, announced(halves))
+    bucket_worker.call("refitd_finish")
+    assert differences(bucket_worker.served(), expected) == []
+    bucket_worker.call("refitd_begin", SOURCE, announced(halves))
+    for number, pieces in enumerate(buckets_of(halves, 60_000)):
+        push(bucket_worker, memories, number % 2, pieces)
+    bucket_worker.call("refitd_finish")
+    assert differences(bucket_worker.served(), expected) == []
+
+
 @pytest.mark.parametrize("bucket_worker", ["qwen3_tied"], indirect=True)
 def test_tied_heads_may_come_equal(
     bucket_worker: LoadedWorker,
@@ -227,3 +282,40 @@ def test_coverage_counts_ranges_in_any_order() -> None:
     with pytest.raises(ProtocolError) as caught:
         coverage.add(99, 1)
     assert caught.value.code is ErrorCode.INVALID_DESCRIPTOR
+
+
+def piece(name: str, first: int, count: int) -> BucketPiece:
+    return BucketPiece(name=name, first=first, count=count, offset_bytes=0)
+
+
+WHOLE = [(piece("a", 0, 6), piece("b", 0, 2)), (piece("b", 2, 2),), (piece("a", 6, 4), piece("empty", 0, 0))]
+
+
+@pytest.mark.parametrize("known", [WHOLE, []], ids=["known", "counted"])
+@pytest.mark.parametrize(
+    ("came", "missing"),
+    [
+        (WHOLE, {}),
+        (WHOLE[::-1], {}),
+        ([WHOLE[0], WHOLE[2], WHOLE[1]], {}),
+        ([], {"a": 0, "b": 0}),
+        (WHOLE[:2], {"a": 6}),
+        ([WHOLE[0], WHOLE[2]], {"b": 2}),
+        ([*WHOLE[:2], (piece("a", 6, 3),)], {"a": 9}),
+    ],
+)
+def test_what_has_come_is_known_with_and_without_counting(
+    known: list[tuple[BucketPiece, ...]], came: list[tuple[BucketPiece, ...]], missing: dict[str, int]
+) -> None:
+    """Whether pieces are those that made the tensors whole before, partly or in another order, or are new."""
+    shapes = {"a": (2, 5), "b": (4,), "empty": (0,)}
+    arrivals = Arrivals(
+        {name: TensorShape(name=name, dtype=DType.BFLOAT16, shape=shape) for name, shape in shapes.items()}, known
+    )
+    for pieces in came:
+        arrivals.add(pieces)
+    assert {item["name"]: item["received"] for item in arrivals.incomplete()} == missing
+    if came:
+        with pytest.raises(ProtocolError) as caught:
+            arrivals.add((piece(came[0][0].name, came[0][0].first, 1),))
+        assert caught.value.code is ErrorCode.INVALID_DESCRIPTOR

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -20,6 +20,8 @@ from refitd.worker.sources import PLAN_OFF
 from refitd.worker.weights import EngineWeights, torch_dtype
 
 MAX_LAYOUTS = 4096
+
+Pieces: TypeAlias = tuple[BucketPiece, ...]
 
 
 class Buckets(Protocol):
@@ -71,6 +73,50 @@ class Coverage:
             self._ends.insert(at, end)
 
 
+class Arrivals:
+    """Which elements of the announced tensors have come.
+
+    To count them takes longer than to compare with `whole`, the pieces that brought every element once before: as long
+    as the very same come in the very same order, nothing is counted.
+    """
+
+    def __init__(self, tensors: Mapping[str, TensorShape], whole: Sequence[Pieces]) -> None:
+        self._tensors = tensors
+        self._whole = whole
+        self._coverage: dict[str, Coverage] | None = None
+        self.came: list[Pieces] = []
+
+    def add(self, pieces: Pieces) -> None:
+        """Raises `invalid_descriptor` if any of the elements has come before."""
+        if self._coverage is None and pieces not in self._whole[len(self.came) : len(self.came) + 1]:
+            self._coverage = self._counted()
+        if self._coverage is not None:
+            _count(pieces, self._coverage)
+        self.came.append(pieces)
+
+    def incomplete(self) -> list[dict[str, Any]]:
+        """`{name, expected, received}` of each tensor of which elements are missing."""
+        if self._coverage is None and self._whole and len(self.came) == len(self._whole):
+            return []
+        coverage = self._counted() if self._coverage is None else self._coverage
+        return [
+            {"name": name, "expected": self._tensors[name].elements, "received": found.received}
+            for name, found in coverage.items()
+            if not found.is_complete
+        ]
+
+    def _counted(self) -> dict[str, Coverage]:
+        coverage = {name: Coverage(tensor) for name, tensor in self._tensors.items()}
+        for pieces in self.came:
+            _count(pieces, coverage)
+        return coverage
+
+
+def _count(pieces: Pieces, coverage: Mapping[str, Coverage]) -> None:
+    for piece in pieces:
+        coverage[piece.name].add(piece.first, piece.count)
+
+
 @dataclass(frozen=True)
 class Announcement:
     """What a bucket refit will bring. `loader_tensors` go through vLLM's loader once they are complete."""
@@ -109,17 +155,18 @@ class BucketSource:
         self._planned = planned
         self._announced: Announcement | None = None
         self._begun: tuple[Announcement, bool, bool] | None = None
-        self._programs: dict[tuple[int, tuple[BucketPiece, ...]], Program] = {}
+        self._programs: dict[tuple[int, Pieces], Program] = {}
+        self._compiled_for: Announcement | None = None
+        self._whole: tuple[Announcement, list[Pieces]] | None = None
 
     def announce(
         self, weights: EngineWeights, tensors: Sequence[TensorShape], *, partial: bool, planned: bool
     ) -> Announcement:
         """See the function of this name."""
         announced = announce(weights, tensors, partial=partial, planned=self._planned and planned)
-        if announced != self._announced:
-            self._programs.clear()
+        if self._announced is None or announced != self._announced:
             self._announced = announced
-        return announced
+        return self._announced
 
     def announce_next(
         self, weights: EngineWeights, tensors: Sequence[TensorShape] | None, *, partial: bool, planned: bool
@@ -136,10 +183,22 @@ class BucketSource:
         self._begun = announced, partial, planned
         return announced
 
-    def program(
-        self, weights: EngineWeights, announced: Announcement, bucket: int, pieces: tuple[BucketPiece, ...]
-    ) -> Program:
+    def arrivals(self, announced: Announcement) -> Arrivals:
+        """Of a refit that begins."""
+        if self._whole is None or self._whole[0] is not announced:
+            return Arrivals(announced.tensors, [])
+        return Arrivals(announced.tensors, self._whole[1])
+
+    def note_whole(self, announced: Announcement, came: list[Pieces]) -> None:
+        """These pieces, in this order, bring every element of what was announced once."""
+        self._whole = announced, came
+
+    def program(self, weights: EngineWeights, announced: Announcement, bucket: int, pieces: Pieces) -> Program:
         """The planned copies of a bucket with this layout; compiled the first time it is seen."""
+        if announced is not self._compiled_for:
+            # Another one may have been validated while a refit is under way, or have come since.
+            self._programs.clear()
+            self._compiled_for = announced
         key = bucket, pieces
         found = self._programs.get(key)
         if found is None:
@@ -175,7 +234,7 @@ class BucketRefit:
         self.announced = announced
         self._weights = weights
         self.source = source
-        self._coverage = {name: Coverage(tensor) for name, tensor in announced.tensors.items()}
+        self._arrivals = source.arrivals(announced)
         self._staged = {
             name: torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype), device=weights.device)
             for name, tensor in announced.tensors.items()
@@ -183,15 +242,14 @@ class BucketRefit:
         }
         self.size_bytes = 0
 
-    def accept(self, pieces: Collection[BucketPiece]) -> None:
+    def accept(self, pieces: Pieces) -> None:
         """Raises `invalid_descriptor` for elements that came before; nothing is read yet."""
-        for piece in pieces:
-            self._coverage[piece.name].add(piece.first, piece.count)
+        self._arrivals.add(pieces)
 
     def wait_until_written(self, bucket: int) -> None:
         self.source.segments.wait_until_written(bucket)
 
-    def copy(self, bucket: int, pieces: tuple[BucketPiece, ...]) -> int:
+    def copy(self, bucket: int, pieces: Pieces) -> int:
         """Reads the whole bucket, which may be overwritten afterwards; returns the bytes that went into the engine."""
         program = self.source.program(self._weights, self.announced, bucket, pieces)
         program.run()
@@ -209,15 +267,12 @@ class BucketRefit:
 
     def require_complete(self) -> None:
         """Raises `manifest_mismatch` listing the tensors of which elements are missing."""
-        short = [
-            {"name": name, "expected": self.announced.tensors[name].elements, "received": coverage.received}
-            for name, coverage in self._coverage.items()
-            if not coverage.is_complete
-        ]
+        short = self._arrivals.incomplete()
         if short:
             names = ", ".join(str(item["name"]) for item in short[:5])
             message = f"{len(short)} tensors are incomplete: {names}"
             raise ProtocolError(ErrorCode.MANIFEST_MISMATCH, message, incomplete=short[:100])
+        self.source.note_whole(self.announced, [*self._arrivals.came])
 
     def load_staged(self) -> None:
         """Hands complete tensors to vLLM's loader; a head must equal the embedding it is tied to."""
