@@ -261,6 +261,11 @@ class BucketRefit:
         self.size_bytes += program.size_bytes
         return program.size_bytes
 
+    @property
+    def has_written(self) -> bool:
+        """Whether a bucket has gone into the engine."""
+        return self.size_bytes > 0
+
     def note_written(self, size_bytes: int) -> None:
         """Of a piece that came straight to its place in the engine."""
         self.size_bytes += size_bytes

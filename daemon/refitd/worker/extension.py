@@ -225,7 +225,7 @@ class RefitWorkerExtension:
         try:
             refit.accept(layout)
             refit.wait_until_written(bucket)
-            state.before_write()
+            state.before_write(engine_stands=refit.has_written)
             return {"bytes": refit.copy(bucket, layout)}
         except BaseException:
             state.refit = None

@@ -37,22 +37,23 @@ class WorkerState:
         self._endings: list[GroupEnd] = []
         self._digests = DigestReader(weights)
 
-    def before_write(self) -> None:
-        """Whoever still reads the weights as they are, or writes them, is waited for."""
-        self.wait_for_others()
+    def before_write(self, *, engine_stands: bool = False) -> None:
+        """Whoever still reads the weights as they are, or writes them, is waited for. `engine_stands`: its last step
+        was waited for, and the gate has been shut since."""
+        self.wait_for_others(engine_stands=engine_stands)
         self.wrote = True
 
     def forget_refit(self) -> None:
         """As if none had been begun."""
         self.wrote, self.refit = False, None
 
-    def wait_for_others(self) -> None:
+    def wait_for_others(self, *, engine_stands: bool = False) -> None:
         """Raises `collective_failed` where the broadcasts of a refit that failed may still arrive."""
         self._endings = [end for end in self._endings if not end.wait(END_SECONDS)]
         if self._endings:
             raise collective_failed("broadcasts of an earlier refit could not be ended, and may still be written")
         self.keeper.wait(KEEP_TIMEOUT_SECONDS)
-        if self.weights.device.type == "cuda":
+        if self.weights.device.type == "cuda" and not engine_stands:
             # The last step of the engine, on whichever of its streams.
             torch.cuda.synchronize(self.weights.device)
 
