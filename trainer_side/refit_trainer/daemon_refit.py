@@ -41,6 +41,7 @@ class DaemonRefit(OneRefit):
         super().__init__(connection, role, timeout_seconds)
         self._source = 0
         self._buckets = 0
+        self._awake_seconds = 0.0
         self._reading: dict[int, asyncio.Task[BucketApplied]] = {}
 
     @property
@@ -100,7 +101,9 @@ class DaemonRefit(OneRefit):
     ) -> None:
         await self.open(buckets, "bucket", [])
         self._buckets = len(buckets.views)
-        await self._begin(self._source, tensors, options, partial=partial)
+        self._awake_seconds = AWAKE_SECONDS.get(buckets.views[0].device.type, 0.0)
+        with awake(self._awake_seconds):
+            await self._begin(self._source, tensors, options, partial=partial)
 
     async def apply(self, filled: FilledBucket) -> None:
         """Returns when the bucket that is packed next has been read."""
@@ -108,7 +111,8 @@ class DaemonRefit(OneRefit):
         self._reading[filled.bucket] = asyncio.create_task(self._go_on(command, BucketApplied))
         following = self._reading.pop((filled.bucket + 1) % self._buckets, None)
         if following is not None:
-            await following
+            with awake(self._awake_seconds):
+                await following
 
     async def hold_finished(self) -> RefitHeld:
         """The last bucket has been sent: all but published."""
@@ -119,8 +123,9 @@ class DaemonRefit(OneRefit):
     # --- the end of a refit that has a number ---
 
     async def finish(self) -> RefitReport:
-        await self._all_read()
-        committed = await self._go_on(FinishRefit(epoch=self._epoch, refit=self._under_way), RefitCommitted)
+        with awake(self._awake_seconds):
+            await self._all_read()
+            committed = await self._go_on(FinishRefit(epoch=self._epoch, refit=self._under_way), RefitCommitted)
         self._number = None
         return committed.report
 
