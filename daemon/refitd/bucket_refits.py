@@ -1,4 +1,5 @@
 """Refits over several messages: all tensors are announced, come in buckets or broadcasts, and are published at the end.
+Those that were prepared, or are held, end here too.
 
 The commands of one such refit, in the order in which they come.
 """
@@ -6,6 +7,7 @@ The commands of one such refit, in the order in which they come.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -30,6 +32,7 @@ from refitd.commit import Commit, Ticket
 from refitd.config import Config
 from refitd.engine import Engine
 from refitd.gate import Gate
+from refitd.in_place import write_in_place
 from refitd.open_refit import OpenRefit, unknown_refit
 from refitd.open_window import OpenWindow
 from refitd.running import Running
@@ -183,7 +186,7 @@ class BucketRefits:
     # --- ended --------------------------------------------------------------------------------------------------------
 
     async def finish(self, call: Call) -> AsyncIterator[Answer]:
-        """Also publishes what a commit in place holds."""
+        """Also copies what was prepared in place, and publishes what is held."""
         assert isinstance(call.body, FinishRefit)
         refit = self._window.under_way(call.owner, call.body.epoch, call.body.refit)
         yield Answer(await self._running.to_its_end(self._finish(refit, hold=call.body.hold)))
@@ -204,6 +207,11 @@ class BucketRefits:
             return RefitCommitted(report=report)
 
     async def _complete(self, refit: OpenRefit) -> list[dict[str, Any]]:
+        if refit.preparation is not None:
+            refit.ticket.waited_seconds = time.monotonic() - refit.preparation.since
+            return await write_in_place(
+                self._engine, self._config.refit, refit.source, refit.preparation.only, refit.ticket
+            )
         answers = await self._engine.call_workers(
             "refitd_finish",
             refit.ticket.attest,

@@ -46,7 +46,7 @@ log = structlog.get_logger()
 
 @dataclass
 class Ticket:
-    """One refit's terms, and the clock of its phases."""
+    """One refit's terms, and the clock of its phases; `waited_seconds` for its trainer are not its own."""
 
     version: int
     policy: InflightPolicy
@@ -56,6 +56,7 @@ class Ticket:
     partial: bool
     started: float = field(default_factory=time.monotonic)
     shut: float = 0.0
+    waited_seconds: float = 0.0
     _withdrawn: str | None = None
     _waiting: asyncio.Future[None] | None = None
 
@@ -420,7 +421,8 @@ def _report(ticket: Ticket, answers: Sequence[dict[str, Any]], digest: str | Non
             copy=slowest["copy"],
             attest=slowest["attest"],
             publish=(now - copied) * 1e3,
-            total=(now - ticket.started) * 1e3,
+            total=(now - ticket.started - ticket.waited_seconds) * 1e3,
+            waited=ticket.waited_seconds * 1e3,
         ),
     )
 

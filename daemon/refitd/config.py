@@ -97,6 +97,7 @@ class RefitConfig(Section):
 
     `checkpoint_roots`: what ReloadWeights may read besides the model's own directory; None: anything for local clients,
     nothing for those over tcp.
+    `hold_seconds`: how long a prepared refit may keep the engine waiting for its trainer.
     `max_broadcast_bytes` bounds the two staging buffers that each worker holds for a collective source.
     """
 
@@ -107,6 +108,7 @@ class RefitConfig(Section):
     keep_last: Literal["host", "none"] = "none"
     gate_wait_seconds: float = Field(default=60.0, gt=0)
     deadline_seconds: float = Field(default=300.0, gt=0)
+    hold_seconds: float = Field(default=10.0, gt=0)
     max_waiting_requests: int = Field(default=4096, ge=0)
     checkpoint_roots: list[Path] | None = None
     max_broadcast_bytes: int = Field(default=1 << 30, gt=0)

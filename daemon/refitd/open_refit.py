@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,14 +17,24 @@ from refitd.sessions import Session
 from refitd.source import Source
 
 
+@dataclass(frozen=True)
+class Preparation:
+    """Of a commit in place, which waits for its trainer's `FinishRefit`, for `hold_seconds`."""
+
+    only: list[str] | None
+    hold_seconds: float
+    since: float = field(default_factory=time.monotonic)
+
+
 @dataclass(eq=False)
 class OpenRefit:
-    """A window that stays open over several messages: from `BeginRefit`, or a commit with `hold`, to its end.
+    """A window that stays open over several messages: from `BeginRefit`, `PrepareRefit` or a commit with `hold` to its
+    end.
 
     `order` keeps pipelined buckets in the order they came in, `applying` are those that the workers have not answered
     yet. `held` is what the workers said when everything had been written and only publishing was left. What ends a
     refit while its `reception` of broadcasts is under way leaves their group out of step. Once it has `ended`, and that
-    can take long, its window has been left.
+    can take long, its window has been left. `preparation` is there where a commit in place is still to come.
     """
 
     id: int
@@ -35,6 +46,7 @@ class OpenRefit:
     applying: set[asyncio.Future[Any]] = field(default_factory=set)
     window: AbstractAsyncContextManager[None] | None = None
     held: list[dict[str, Any]] | None = None
+    preparation: Preparation | None = None
     reception: Literal["awaited", "under way", "complete"] = "awaited"
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     _deadline: asyncio.Task[Any] | None = None
@@ -61,6 +73,12 @@ class OpenRefit:
         """Raises `not_allowed_now` for what would be written after the end."""
         if self.held is not None:
             raise ProtocolError(ErrorCode.NOT_ALLOWED_NOW, f"refit {self.id} is held: finish or abort it", state="held")
+
+    @property
+    def patience_seconds(self) -> float:
+        """How long it may stay open without a word of its trainer."""
+        held_seconds = self.ticket.remaining_seconds
+        return held_seconds if self.preparation is None else min(held_seconds, self.preparation.hold_seconds)
 
     def as_held(self) -> RefitHeld:
         """What its trainer is told when only publishing is left."""

@@ -98,8 +98,9 @@ class OpenWindow:
             return True
 
     async def _abort_at_deadline(self, refit: OpenRefit) -> None:
-        await asyncio.sleep(max(0.0, refit.ticket.remaining_seconds))
-        await self.abort(refit, f"not finished within {refit.ticket.deadline_seconds:g} s")
+        patience_seconds = refit.patience_seconds
+        await asyncio.sleep(patience_seconds)
+        await self.abort(refit, f"not finished within {patience_seconds:g} s")
 
     async def let_go(self, session: Session, why: str) -> None:
         """Comes back when no window of this session is open."""

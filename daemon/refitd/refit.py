@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator
-from typing import Any
 
 import msgspec
 
@@ -22,9 +21,11 @@ from refit_protocol.messages import (
     GetDigest,
     JoinCollective,
     OpenSource,
+    PrepareRefit,
     RefitCommitted,
     RefitHeld,
     RefitPath,
+    RefitPrepared,
     RefitReport,
     RefitValidated,
     ReleaseWriter,
@@ -44,14 +45,15 @@ from refitd.commit import Commit, Ticket
 from refitd.config import Config
 from refitd.engine import Engine
 from refitd.gate import Gate
-from refitd.open_refit import OpenRefit
+from refitd.in_place import prepare_in_place, write_in_place
+from refitd.open_refit import OpenRefit, Preparation
 from refitd.open_window import STOPPING, OpenWindow
 from refitd.ranks import combine_paths
 from refitd.running import Running
 from refitd.sessions import Answer, Call, Session
 from refitd.source import Source
 from refitd.sources import Sources
-from refitd.terms import ticket_for, wait_seconds
+from refitd.terms import hold_seconds, ticket_for, wait_seconds
 from refitd.writer import Writer
 
 
@@ -199,28 +201,36 @@ class Refit:
 
     async def _commit_in_place(self, source: Source, body: CommitRefit, ticket: Ticket) -> RefitReport:
         async with self._commit.window(ticket):
-            return await self._commit.publish(ticket, await self._write_in_place(source, body, ticket))
-
-    async def _write_in_place(self, source: Source, body: CommitRefit, ticket: Ticket) -> list[dict[str, Any]]:
-        ticket.check()
-        answers = await self._engine.call_workers(
-            "refitd_commit",
-            source.id,
-            body.only,
-            ticket.attest,
-            ticket.check_finite,
-            timeout_seconds=self._config.refit.deadline_seconds,
-            writes=True,
-            direct=source.replayed,
-        )
-        source.note_written(answers)
-        return answers
+            answers = await write_in_place(self._engine, self._config.refit, source, body.only, ticket)
+            return await self._commit.publish(ticket, answers)
 
     async def _hold_in_place(self, source: Source, body: CommitRefit, ticket: Ticket) -> RefitHeld:
         refit = OpenRefit(next(self._ids), source.session, source, {}, ticket)
         async with self._window.opened(refit):
-            refit.held = await self._write_in_place(source, body, ticket)
+            refit.held = await write_in_place(self._engine, self._config.refit, source, body.only, ticket)
             return refit.as_held()
+
+    async def prepare(self, call: Call) -> AsyncIterator[Answer]:
+        """All of a commit but the copy: `buckets.finish` does that."""
+        assert isinstance(call.body, PrepareRefit)
+        body = call.body
+        source = self._sources.of_writer(call.owner, body.epoch, body.source)
+        source.require("inplace")
+        if source.group is not None:
+            message = "what several ranks lend cannot be prepared: let every rank send CommitRefit"
+            raise ProtocolError(ErrorCode.UNSUPPORTED, message)
+        held = hold_seconds(body.hold_seconds, self._config.refit)
+        ticket = ticket_for(body, self._commit, self._config.refit, partial=body.only is not None)
+        yield Answer(await self._running.in_window(call.owner, ticket, self._prepare(source, body.only, held, ticket)))
+
+    async def _prepare(
+        self, source: Source, only: list[str] | None, held_seconds: float, ticket: Ticket
+    ) -> RefitPrepared:
+        refit = OpenRefit(next(self._ids), source.session, source, {}, ticket)
+        async with self._window.opened(refit):
+            ring, workers = await prepare_in_place(self._engine, self._config.refit, source, only, ticket, refit.id)
+            refit.preparation = Preparation(only, held_seconds)
+            return RefitPrepared(refit=refit.id, version=ticket.version, ring=ring, workers=workers)
 
     # --- from disk ----------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from refitd.groups import Group
 from refitd.sessions import Session
 
 COMMANDS = {
-    "inplace": "CommitRefit",
+    "inplace": "CommitRefit or PrepareRefit",
     "bucket": "BeginRefit and ApplyBucket",
     "collective": "BeginRefit and ReceiveBroadcast",
 }

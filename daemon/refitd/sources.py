@@ -7,11 +7,12 @@ from contextlib import contextmanager
 
 import msgspec
 
+from refit_protocol.bell import check_bell
 from refit_protocol.broadcast import BroadcastLayout
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import CollectiveJoined, JoinCollective, OpenSource, SourceOpened
 from refit_protocol.states import NOT_SERVABLE, EngineState
-from refit_protocol.tensors import check_segments, check_source_tensors
+from refit_protocol.tensors import Segment, check_segments, check_source_tensors
 from refitd.collective import check_group, join_group
 from refitd.commit import Commit
 from refitd.config import Config
@@ -135,6 +136,7 @@ class Sources:
                 [msgspec.to_builtins(segment, builtin_types=(bytes,)) for segment in body.segments],
                 [msgspec.to_builtins(tensor) for tensor in body.tensors],
                 body.plan or self._config.refit.plan,
+                None if body.bell is None else msgspec.to_builtins(body.bell),
                 timeout_seconds=self._config.refit.deadline_seconds,
             )
         self._sources[source.id] = source
@@ -171,6 +173,7 @@ class Sources:
 
 def _check_source(session: Session, body: OpenSource) -> None:
     check_segments(body.segments)
+    _check_bell(body)
     _check_peer(session, body)
     if body.kind == "inplace":
         check_source_tensors(body.tensors, body.segments)
@@ -182,9 +185,19 @@ def _check_source(session: Session, body: OpenSource) -> None:
         raise ProtocolError(ErrorCode.INVALID_DESCRIPTOR, f"{sharded[0]} is a shard: open the source with all ranks")
 
 
+def _check_bell(body: OpenSource) -> None:
+    if body.bell is None:
+        return
+    if body.kind != "inplace" or body.member is not None:
+        message = "a bell is for an in-place source that one process opens alone"
+        raise ProtocolError(ErrorCode.INVALID_DESCRIPTOR, message)
+    check_bell(body.bell)
+
+
 def _check_peer(session: Session, body: OpenSource) -> None:
     """Memory is taken only from the process that opened the session."""
-    foreign = [segment.pid for segment in body.segments if segment.pid != session.pid]
+    lent: list[Segment] = [*body.segments, *([] if body.bell is None else [body.bell])]
+    foreign = [segment.pid for segment in lent if segment.pid != session.pid]
     if foreign:
         raise ProtocolError(
             ErrorCode.INVALID_DESCRIPTOR,

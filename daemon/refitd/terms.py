@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from refit_protocol.errors import ErrorCode, ProtocolError
-from refit_protocol.messages import AttestMode, BeginRefit, CommitRefit, ReloadWeights, ValidateRefit
+from refit_protocol.messages import AttestMode, BeginRefit, CommitRefit, PrepareRefit, ReloadWeights, ValidateRefit
 from refitd.commit import Commit, Ticket
 from refitd.config import RefitConfig
 
-Asked = CommitRefit | BeginRefit | ReloadWeights | ValidateRefit
+Asked = CommitRefit | PrepareRefit | BeginRefit | ReloadWeights | ValidateRefit
 
 
 def ticket_for(body: Asked, commit: Commit, defaults: RefitConfig, *, partial: bool) -> Ticket:
@@ -27,6 +27,15 @@ def ticket_for(body: Asked, commit: Commit, defaults: RefitConfig, *, partial: b
 
 def wait_seconds(asked: float | None, defaults: RefitConfig) -> float:
     """Raises `deadline_exceeded` where none is left."""
+    return _left("deadline_seconds", asked, defaults.deadline_seconds)
+
+
+def hold_seconds(asked: float | None, defaults: RefitConfig) -> float:
+    """Raises `deadline_exceeded` where none is left."""
+    return _left("hold_seconds", asked, defaults.hold_seconds)
+
+
+def _left(name: str, asked: float | None, default: float) -> float:
     if asked is not None and asked <= 0:
-        raise ProtocolError(ErrorCode.DEADLINE_EXCEEDED, f"deadline_seconds is {asked:g}: none is left")
-    return asked or defaults.deadline_seconds
+        raise ProtocolError(ErrorCode.DEADLINE_EXCEEDED, f"{name} is {asked:g}: none is left")
+    return asked or default

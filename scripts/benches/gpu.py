@@ -22,6 +22,7 @@ from refit_trainer import Daemon, Sampling, share_parameters
 ROUNDS = 25
 SLOW_ROUNDS = 5
 STREAMS = 8
+STEP_SECONDS = 0.05
 BUCKET_BYTES = 3 << 29
 QWEN3_8B = {
     "vocab_size": 151_936,
@@ -85,6 +86,7 @@ def _inplace(process: DaemonProcess, model: Qwen3ForCausalLM, copy: float, total
         for attest in ("off", "full"):
             seconds = _median(lambda attest=attest: daemon.refit(model, attest=attest), ROUNDS)
             yield Figure(f"inplace_attest_{attest}", seconds * 1e3, "ms", seconds / copy)
+        yield from _prepared(daemon, model, copy, "prepared_vs_copy")
         yield from _digest(daemon, total_bytes)
         yield Figure("status", _median(daemon.status, 200) * 1e3, "ms")
         with _streams(process, STREAMS):
@@ -92,11 +94,27 @@ def _inplace(process: DaemonProcess, model: Qwen3ForCausalLM, copy: float, total
             keep = _median(lambda: reports.append(daemon.refit(model, policy="keep")), ROUNDS)
             yield at_most("inplace_keep_vs_copy", keep * 1e3, "ms", 1.10, ratio=keep / copy)
             yield from _phases("inplace_keep", reports)
+            yield from _prepared(daemon, model, copy, "prepared_keep_vs_copy")
             beside = _plain_copy(total_bytes)
             yield Figure("plain_copy_beside_streams", beside * 1e3, "ms", beside / copy)
             yield Figure("inplace_keep_vs_copy_beside_streams", keep * 1e3, "ms", keep / beside)
             torch.cuda.empty_cache()
     return inplace
+
+
+def _prepared(daemon: Daemon, model: Qwen3ForCausalLM, copy: float, name: str) -> Iterator[Figure]:
+    """A refit that was announced, as before an optimizer's step: from the call that copies to its return."""
+    seconds: list[float] = []
+    for _ in range(ROUNDS):
+        with daemon.prepare_refit(model, policy="keep") as prepared:
+            # A step of a trainer, long enough that nothing of the preparation is still under way.
+            time.sleep(STEP_SECONDS)
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            prepared.refit()
+            seconds.append(time.perf_counter() - started)
+    median = statistics.median(seconds)
+    yield at_most(name, median * 1e3, "ms", 1.10, ratio=median / copy)
 
 
 def _bucket(process: DaemonProcess, model: Qwen3ForCausalLM, copy: float) -> Iterator[Figure]:

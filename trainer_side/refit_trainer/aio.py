@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Literal, Self, TypedDict, TypeVar, Unpack
 
 from refit_protocol.awake import awake
@@ -49,12 +50,12 @@ from refit_protocol.states import EngineState
 from refit_trainer.broadcast_refits import join_group, refit_by_broadcast
 from refit_trainer.connection import Connection, ConnectionOptions
 from refit_trainer.daemon_refit import AWAKE_SECONDS, DaemonRefit, refit_in_place
-from refit_trainer.errors import RefitdError, RequestTimedOut
+from refit_trainer.errors import NotShareable, RefitdError, RequestTimedOut
 from refit_trainer.inbox import Mailbox
 from refit_trainer.link import CurveKeys
 from refit_trainer.opening import Opening
 from refit_trainer.prompts import GenerateOptions, Prompt, generate_command, reading_of
-from refit_trainer.refits import CommitOptions, RefitOptions, reload, restore, split_options
+from refit_trainer.refits import CommitOptions, PrepareOptions, RefitOptions, reload, restore, split_options
 from refit_trainer.replies import AsyncReplies, Item
 from refit_trainer.steps import Steps, walk
 from refit_trainer.stream import Delta, Sample, SampleAssembler
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
 
     from refit_protocol.tensors import TensorShape
     from refit_trainer.collective import AsyncCollective, Broadcaster, CollectiveOptions
+    from refit_trainer.prepared import AsyncPreparedRefit, Preparation
     from refit_trainer.ranks import RankedRefits
     from refit_trainer.staging import Staging, Weights
 
@@ -215,6 +217,14 @@ class AsyncDaemon:
         """
         return await walk(self.refit_steps(weights, specs, options))
 
+    async def prepare_refit(self, module: torch.nn.Module, **options: Unpack[PrepareOptions]) -> AsyncPreparedRefit:
+        """All of a refit but its copy, before the weights are final: see `Daemon.prepare_refit`. To be awaited, its
+        result entered by `async with`.
+        """
+        from refit_trainer.prepared import AsyncPreparedRefit
+
+        return AsyncPreparedRefit(await walk(self.prepare_steps(module, options)))
+
     async def reload(self, path: str | os.PathLike[str] | None = None, **options: Unpack[CommitOptions]) -> RefitReport:
         """Makes the engine serve a checkpoint's weights: of the model's own directory, or of another with the same
         architecture, by its absolute path on the daemon's machine.
@@ -364,6 +374,23 @@ class AsyncDaemon:
         if self._staging is None:
             self._staging = Staging(self._bucket_bytes)
         return (yield from self._staging.refit(target, weights, specs, only, rest, self.manifest))
+
+    def prepare_steps(self, module: torch.nn.Module, options: PrepareOptions) -> Steps[Preparation]:
+        """`prepare_refit`, for a caller on another thread than the event loop's."""
+        from refit_trainer.prepared import prepare_steps
+        from refit_trainer.sharing import shared_module
+
+        terms: PrepareOptions = {**options}
+        hold_seconds = terms.pop("hold_seconds", None)
+        only, rest, timeout_seconds = split_options(terms)
+        shared = shared_module(module)
+        if shared is None or shared.sharded:
+            raise NotShareable(
+                "only a module that was shared by one process can be prepared (share_parameters): use refit()"
+            )
+        target = self.one_refit(timeout_seconds)
+        again = partial(self.refit_steps, module, None, terms)
+        return (yield from prepare_steps(target, shared, only, rest, hold_seconds, again))
 
     def one_refit(self, timeout_seconds: float) -> DaemonRefit:
         """The commands of a refit one by one, each answered within `timeout_seconds`."""

@@ -5,11 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from refit_protocol.tensors import Segment
+from refit_protocol.tensors import MemfdSegment, Segment
 from refit_trainer.errors import NotShareable
 
 if TYPE_CHECKING:
     import torch
+
+
+class Bell(Protocol):
+    """Shared memory in which this process starts copies that wait for it: see `refit_protocol.bell`."""
+
+    @property
+    def segment(self) -> MemfdSegment: ...
+
+    def make_ready(self) -> None:
+        """Whatever takes its time, before `ring` is called on the same thread."""
+
+    def ring(self, number: int, workers: int) -> None:
+        """As soon as all that the calling thread has enqueued is done, in the words of the first `workers`; not at all
+        where that cannot be arranged."""
+
+    def await_ringing(self) -> None:
+        """Returns when what the calling thread had enqueued before `ring` is done."""
+
+    def arrived(self, number: int, workers: int) -> bool:
+        """Whether all these workers hold what they were rung for."""
 
 
 class ExportedMemory(Protocol):
@@ -27,6 +47,9 @@ class ExportedMemory(Protocol):
     def synchronise(self, segment: int | None = None) -> None:
         """Called before a daemon is told to read one segment, or all: what the calling thread has enqueued to write it
         must be seen by the daemon."""
+
+    def bell(self) -> Bell | None:
+        """A new one, for one daemon; None where copies from such memory wait for none."""
 
     def close(self) -> None:
         """Gives the memory up; tensors in it stay valid until they are gone themselves."""

@@ -26,7 +26,7 @@ from refit_protocol.messages import (
 from refit_trainer.aio import SLOW_SECONDS, AsyncDaemon, ConnectOptions, same
 from refit_trainer.errors import ClientClosed, UsedAfterFork
 from refit_trainer.prompts import GenerateOptions, Prompt, generate_command, reading_of
-from refit_trainer.refits import CommitOptions, RefitOptions
+from refit_trainer.refits import CommitOptions, PrepareOptions, RefitOptions
 from refit_trainer.replies import Item, Replies, ThreadMailbox
 from refit_trainer.steps import walk_blocking
 from refit_trainer.stream import Delta, Sample, SampleAssembler
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from refit_protocol.tensors import TensorShape
     from refit_trainer.collective import Collective, CollectiveOptions
+    from refit_trainer.prepared import PreparedRefit
     from refit_trainer.staging import Weights
 
 _Result = TypeVar("_Result")
@@ -53,6 +54,7 @@ class LoopThread:
         self._handing_in = threading.RLock()
         self._stopped = False
         self._ended = False
+        self._first: concurrent.futures.Future[Any] | None = None
         # Each call goes through it twice: a third less time than with asyncio's own.
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="refit_trainer", daemon=True)
@@ -81,9 +83,18 @@ class LoopThread:
             raise UsedAfterFork(f"this client belongs to process {self._pid}: connect anew in process {os.getpid()}")
         with self._handing_in:
             if not self._stopped:
-                return asyncio.run_coroutine_threadsafe(work, self.loop)
+                return asyncio.run_coroutine_threadsafe(self._behind_first(work), self.loop)
         work.close()
         raise ClientClosed("the client has been closed")
+
+    def submit_first(self, work: Coroutine[Any, Any, _Result]) -> concurrent.futures.Future[_Result]:
+        """`submit` for what nothing that is handed in later may overtake."""
+        self._first = self.submit(work)
+        return self._first
+
+    def _behind_first(self, work: Coroutine[Any, Any, _Result]) -> Coroutine[Any, Any, _Result]:
+        first = self._first
+        return work if first is None or first.done() else _behind(first, work)
 
     def end(self, closing: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Runs what `closing` makes as the last thing; nothing the second time, or in a forked child."""
@@ -200,6 +211,26 @@ class Daemon:
         """
         return walk_blocking(self._daemon.refit_steps(weights, specs, options), self._thread.call)
 
+    def prepare_refit(self, module: torch.nn.Module, **options: Unpack[PrepareOptions]) -> PreparedRefit:
+        """All of a refit but its copy, before the weights are final; to be used with `with`.
+
+            with daemon.prepare_refit(model, policy="keep") as prepared:
+                optimizer.step()
+                prepared.refit()
+            report = prepared.report()
+
+        Everything is validated, requests in flight are dealt with, and the engine stands still from here on, so that
+        `prepared.refit()` takes little more than the copy; on a GPU that begins as soon as the trainer's stream comes
+        to it. It is for shared modules of one process, whose parameters are only changed in place meanwhile.
+
+        Options: those of `refit`, and `hold_seconds`: how long the engine waits, by default as the daemon is configured
+        (10). After that it goes on with the old weights, and `prepared.refit()` is an ordinary refit.
+        """
+        from refit_trainer.prepared import PreparedRefit
+
+        preparation = walk_blocking(self._daemon.prepare_steps(module, options), self._thread.call)
+        return PreparedRefit(preparation, self._thread)
+
     def reload(self, path: str | os.PathLike[str] | None = None, **options: Unpack[CommitOptions]) -> RefitReport:
         """Makes the engine serve a checkpoint on the daemon's machine; see `AsyncDaemon.reload`."""
         return self._thread.call(self._daemon.reload(path, **options))
@@ -290,6 +321,25 @@ class Daemon:
         request = self._thread.call(self._daemon.send_generate(command, blobs, mailbox))
         generation = (self._daemon.connection, request, mailbox)
         return Replies(generation, self._thread, convert, reading)
+
+
+async def _behind(first: concurrent.futures.Future[Any], work: Coroutine[Any, Any, _Result]) -> _Result:
+    """However `first` ends; whoever waits for that is told how."""
+    ended = asyncio.wrap_future(first)
+    ended.add_done_callback(_looked_at)
+    try:
+        # Unlike `first` itself it may be cancelled.
+        await asyncio.wait([ended])
+    except BaseException:
+        work.close()
+        raise
+    return await work
+
+
+def _looked_at(future: asyncio.Future[Any]) -> None:
+    """asyncio is not to complain of an error that somebody else is told."""
+    if not future.cancelled():
+        future.exception()
 
 
 async def _end_tasks() -> None:

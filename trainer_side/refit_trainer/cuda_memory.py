@@ -16,6 +16,7 @@ import torch
 import torch.utils.dlpack
 
 from refit_protocol.tensors import CudaIpcSegment, Segment
+from refit_trainer.cuda_bell import CudaBell
 from refit_trainer.errors import NotShareable
 from refit_trainer.relocation import Relocation
 
@@ -38,7 +39,7 @@ class WriteEvent:
     """Recorded after the trainer's writes, awaited by the daemon's workers before they read."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         with torch.cuda.device(device):
             self._event = torch.cuda.Event(interprocess=True)
             self._event.record()
@@ -46,12 +47,12 @@ class WriteEvent:
 
     def query(self) -> bool:
         """Whether there is nothing to wait for on the calling thread's stream."""
-        return torch.cuda.current_stream(self._device).query()
+        return torch.cuda.current_stream(self.device).query()
 
     def record(self) -> None:
         """On an idle stream there is nothing to wait for: recording would only make the device change over to us."""
         if not self.query():
-            self._event.record(torch.cuda.current_stream(self._device))
+            self._event.record(torch.cuda.current_stream(self.device))
 
 
 class Allocations:
@@ -118,6 +119,9 @@ class CudaMemory:
         chosen = self._exported if segment is None else [self._exported[segment]]
         for event in {id(exported.event): exported.event for exported in chosen}.values():
             event.record()
+
+    def bell(self) -> CudaBell:
+        return CudaBell([torch.device(device) for device in {str(each.event.device) for each in self._exported}])
 
     def close(self) -> None:
         self._exported = ()

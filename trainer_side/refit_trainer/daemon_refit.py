@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal
 
-from refit_protocol.awake import awake
 from refit_protocol.messages import (
     ApplyBucket,
     BucketApplied,
     CommitRefit,
     FinishRefit,
+    PrepareRefit,
     RefitCommitted,
     RefitHeld,
+    RefitPrepared,
     RefitReport,
     RefitValidated,
     ValidateRefit,
 )
 from refit_protocol.tensors import SourceTensor, TensorShape
-from refit_trainer.backends import Buckets, ExportedMemory
+from refit_trainer.backends import Bell, Buckets, ExportedMemory
 from refit_trainer.connection import Connection
 from refit_trainer.one_refit import OneRefit
 from refit_trainer.refits import CommitOptions
@@ -81,10 +83,45 @@ class DaemonRefit(OneRefit):
         """All of a refit that nothing ends early; in one, since every change of threads takes its time."""
         await self.enter()
         await self.open(shared.memory, "inplace", shared.tensors)
-        with awake(AWAKE_SECONDS.get(shared.device.type, 0.0)):
+        with self._attentive(shared):
             report = await self.commit(only, options)
         await self.leave()
         return report
+
+    async def prepare(
+        self, shared: SharedModule, only: list[str] | None, options: CommitOptions, hold_seconds: float | None
+    ) -> RefitPrepared:
+        """To be ended by `publish_prepared`, `withdraw` or `end`; others of this session are refused meanwhile."""
+        await self.enter()
+        await self.open(shared.memory, "inplace", shared.tensors)
+        command = PrepareRefit(epoch=self._epoch, source=self._source, only=only, hold_seconds=hold_seconds, **options)
+        with self._begins():
+            prepared = await self._connection.request(command, RefitPrepared, timeout_seconds=self._timeout_seconds)
+        self._number = prepared.refit
+        await self.leave()
+        return prepared
+
+    async def publish_prepared(self) -> RefitReport:
+        await self.enter()
+        report = await self.finish()
+        await self.leave()
+        return report
+
+    async def withdraw(self) -> None:
+        """Nothing if it is over already."""
+        if self._number is not None:
+            await self.enter()
+            try:
+                await self._abort_begun(self._number, self._timeout_seconds)
+            finally:
+                await self.leave()
+
+    @property
+    def bell(self) -> Bell | None:
+        return self._role.bell_of(self._source)
+
+    def _attentive(self, shared: SharedModule) -> AbstractContextManager[None]:
+        return self._connection.attentive(AWAKE_SECONDS.get(shared.device.type, 0.0))
 
     async def hold(self, only: list[str] | None, options: CommitOptions) -> RefitHeld:
         """All but published: to be ended by `finish` or `abort`."""

@@ -68,6 +68,9 @@ class MemfdMemory:
     def synchronise(self, segment: int | None = None) -> None:
         """The CPU writes in program order; there is nothing to wait for."""
 
+    def bell(self) -> None:
+        """Processors copy when they are told to."""
+
     def close(self) -> None:
         for memfd in self._memfds:
             memfd.close()

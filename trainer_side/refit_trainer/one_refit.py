@@ -55,11 +55,10 @@ class OneRefit:
         """
         self._role.note(error)
         patience_seconds = self._abort_seconds(error)
-        with unless_restarted():
-            if self._number is not None:
-                command = AbortRefit(epoch=self._epoch, refit=self._number)
-                await self._connection.request(command, RefitAborted, timeout_seconds=patience_seconds)
-            elif self._unanswered:
+        if self._number is not None:
+            await self._abort_begun(self._number, patience_seconds)
+        elif self._unanswered:
+            with unless_restarted():
                 # What may have been begun has no number that we know: the role that it hangs on is given up.
                 await self._role.give_up(timeout_seconds=patience_seconds)
 
@@ -89,6 +88,13 @@ class OneRefit:
         return await self._connection.request(
             command, expected, timeout_seconds=self._timeout_seconds, reconnect_seconds=RECONNECT_SECONDS
         )
+
+    async def _abort_begun(self, number: int, timeout_seconds: float) -> None:
+        """What it is answered does not matter: the daemon may have ended it already."""
+        self._number = None
+        with unless_restarted():
+            command = AbortRefit(epoch=self._epoch, refit=number)
+            await self._connection.request(command, RefitAborted, timeout_seconds=timeout_seconds)
 
     def _abort_seconds(self, error: BaseException) -> float:
         return patience(error, self._timeout_seconds)

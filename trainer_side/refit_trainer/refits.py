@@ -36,6 +36,12 @@ class RefitOptions(CommitOptions, total=False):
     only: list[str] | None
 
 
+class PrepareOptions(RefitOptions, total=False):
+    """`hold_seconds`: how long the engine waits for the refit."""
+
+    hold_seconds: float | None
+
+
 def split_options(options: RefitOptions) -> tuple[list[str] | None, CommitOptions, float]:
     """The names of a partial refit, the other options with their deadline, and how long to wait for answers."""
     deadline_seconds = options.get("deadline_seconds", _DEADLINE_SECONDS)

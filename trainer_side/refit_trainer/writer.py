@@ -22,7 +22,7 @@ from refit_protocol.messages import (
     WriterReleased,
 )
 from refit_protocol.tensors import SourceTensor, TensorShape
-from refit_trainer.backends import ExportedMemory
+from refit_trainer.backends import Bell, ExportedMemory
 from refit_trainer.connection import Connection
 from refit_trainer.errors import DaemonRestarted, DaemonUnreachable, RefitdError
 
@@ -38,6 +38,7 @@ class _Source:
 
     number: int
     memory: weakref.ref[ExportedMemory]
+    bell: Bell | None
 
 
 class WriterRole:
@@ -123,12 +124,22 @@ class WriterRole:
             if source.memory() is memory:
                 return source.number
         await self._close_dead_sources(timeout_seconds)
+        bell = memory.bell() if kind == "inplace" else None
         command = OpenSource(
-            epoch=self._written_epoch, kind=kind, segments=memory.segments, tensors=list(tensors), plan=self._plan
+            epoch=self._written_epoch,
+            kind=kind,
+            segments=memory.segments,
+            tensors=list(tensors),
+            plan=self._plan,
+            bell=None if bell is None else bell.segment,
         )
         opened = await self._connection.request(command, SourceOpened, timeout_seconds=timeout_seconds)
-        self._sources.append(_Source(opened.source, weakref.ref(memory)))
+        self._sources.append(_Source(opened.source, weakref.ref(memory), bell))
         return opened.source
+
+    def bell_of(self, number: int) -> Bell | None:
+        """Of an open source."""
+        return next((source.bell for source in self._sources if source.number == number), None)
 
     def take_announced(self, source: int) -> list[TensorShape] | None:
         """What the last refit from this source was begun with; unknown from here on, until a begin is answered."""

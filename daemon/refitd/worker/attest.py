@@ -48,13 +48,17 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor, torch.dtype]]) -> No
 
 def check_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
     """Raises `manifest_mismatch` unless two tensors that share one parameter of the engine hold the same values."""
-    same_memory = tensor.data_ptr() == other.data_ptr() and tensor.stride() == other.stride()
-    if not same_memory and not torch.equal(tensor, other):
+    if not shares_memory(tensor, other) and not torch.equal(tensor, other):
         raise ProtocolError(
             ErrorCode.MANIFEST_MISMATCH,
             f"{name} differs from {other_name}, which the model ties it to; send them equal, or only {other_name}",
             different=[name],
         )
+
+
+def shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of two tensors of one shape and dtype: whether they are the same, whatever they hold."""
+    return tensor.data_ptr() == other.data_ptr() and tensor.stride() == other.stride()
 
 
 class SampledComparison:

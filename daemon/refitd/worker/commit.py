@@ -1,8 +1,8 @@
-"""Commits an in-place source: validate, check, copy, attest."""
+"""Commits an in-place source: validate, check, copy, attest. All but the copy may have been prepared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 from refitd.worker.attest import Attest, check_finite, check_same
@@ -18,6 +18,9 @@ def commit(
     state: WorkerState, source: InplaceSource, only: Collection[str] | None, attest: Attest, *, finite: bool
 ) -> Answer:
     """All of it; see `refitd_commit`."""
+    if not finite and (prepared := state.take_preparation(source, only, attest)) is not None:
+        return prepared.commit()
+    state.settle()
     clock, weights = Clock(), state.weights
     source.wait_until_written()
     clock.lap("wait")
@@ -34,13 +37,18 @@ def commit(
 
 def validate(weights: EngineWeights, source: InplaceSource, only: Collection[str] | None) -> CompiledSource:
     """Whatever can be wrong before the first byte is written, except for the values of the weights."""
-    if only is not None:
-        weights.check_selection(only, available=source.tensors.keys())
-    compiled = source.compiled(weights, only)
+    compiled = select(weights, source, only)
     for alias, name in weights.aliases.items():
         if alias in compiled.names:
             check_same(alias, source.view(alias), name, source.view(name))
     return compiled
+
+
+def select(weights: EngineWeights, source: InplaceSource, only: Collection[str] | None) -> CompiledSource:
+    """Whatever can be wrong without a look at any value."""
+    if only is not None:
+        weights.check_selection(only, available=source.tensors.keys())
+    return source.compiled(weights, only)
 
 
 def require_finite(weights: EngineWeights, source: InplaceSource, compiled: CompiledSource) -> None:
@@ -75,7 +83,7 @@ def _attested(state: WorkerState, compiled: CompiledSource, attest: Attest, cloc
     """The digest of what is served, once the bytes have arrived and were found to be the source's."""
     # What can be enqueued behind the copy does not have to wait for it.
     try:
-        check = begin_attest(compiled, attest)
+        check = compiled.begin_attest(attest)
         digest = state.begin_digest(attest)
     finally:
         compiled.program.wait()
@@ -84,19 +92,3 @@ def _attested(state: WorkerState, compiled: CompiledSource, attest: Attest, cloc
     digested = digest()
     clock.lap("attest")
     return digested
-
-
-def begin_attest(compiled: CompiledSource, how: Attest) -> Callable[[], None]:
-    """Enqueues the comparison; what is returned raises `attest_failed` if the engine does not hold what the source
-    holds."""
-    match how:
-        case Attest.OFF:
-            return _nothing_to_check
-        case Attest.SAMPLED:
-            return compiled.comparison.begin()
-        case Attest.FULL:
-            return compiled.full_comparison.check
-
-
-def _nothing_to_check() -> None:
-    return None

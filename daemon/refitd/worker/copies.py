@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache
@@ -51,7 +51,7 @@ class CopyProgram:
     def run(self) -> None:
         self.start()
 
-    def wait(self) -> None:
+    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
         """`start` has already waited for its threads."""
 
     def start(self) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from refitd.worker.copies import Copy, view_of
-from refitd.worker.cuda_kernels import COPY_THREADS, compile_kernels, prepared
+from refitd.worker.cuda_kernels import COPY_THREADS, compile_kernels, launch, prepared
 from refitd.worker.runs import Runs, runs_of
 
 CHUNK_BYTES = 64 << 10
 VECTOR_BYTES = 16
+MEANWHILE_SECONDS = 0.0003
 # Shorter rows are left to PyTorch, whose strided copies do not need a table entry for each.
 MIN_RUN_BYTES = 2 << 10
 
@@ -37,22 +39,40 @@ class DeviceCopies:
         table = np.concatenate(tables) if tables else np.empty((0, 3), dtype=np.uint64)
         self._count = len(table)
         self._table = torch.from_numpy(table.view(np.int64)).to(copies[0].target.device)
-        self._device = copies[0].target.device
-        self._launch = prepared("copy_chunks", self._count, COPY_THREADS, self._table)
+        self.device = copies[0].target.device
+        self._always = torch.ones(1, dtype=torch.int32, device=self.device)
+        self._launch = prepared("copy_chunks", self._count, COPY_THREADS, self._table, self._always)
         self._arrived = torch.cuda.Event()
+
+    @property
+    def is_one_launch(self) -> bool:
+        """Only then can the device decide whether it runs."""
+        return not self._others
 
     def run(self) -> None:
         self.start()
         self.wait()
 
-    def wait(self) -> None:
+    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
+        while meanwhile is not None and not self._arrives_within(MEANWHILE_SECONDS):
+            meanwhile()
         self._arrived.synchronize()
 
-    def start(self) -> None:
-        """Work that was enqueued before on this stream goes first."""
-        with torch.cuda.device(self._device), torch.no_grad():
-            if self._count:
+    def _arrives_within(self, seconds: float) -> bool:
+        until = time.perf_counter() + seconds
+        while not self._arrived.query():
+            if time.perf_counter() > until:
+                return False
+        return True
+
+    def start(self, may_run: torch.Tensor | None = None) -> None:
+        """Work that was enqueued before on this stream goes first, and may have decided that nothing `may_run`."""
+        with torch.cuda.device(self.device), torch.no_grad():
+            if self._count and may_run is None:
                 self._launch()
+            elif self._count:
+                assert may_run is not None, "asked above"
+                launch("copy_chunks", self._count, COPY_THREADS, self._table, may_run)
             for target, source in self._others:
                 target.copy_(source, non_blocking=True)
             self._arrived.record()

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from refit_protocol.digest import DigestMode
-from refit_protocol.tensors import BucketPiece, Segment, SourceTensor, TensorShape
+from refit_protocol.tensors import BucketPiece, MemfdSegment, Segment, SourceTensor, TensorShape
 from refitd.worker import commit, kv_cache
 from refitd.worker.adapters import load_adapter
 from refitd.worker.attest import Attest
@@ -26,8 +26,9 @@ from refitd.worker.cpu_patches import apply_cpu_patches
 from refitd.worker.line import open_line
 from refitd.worker.loader_progress import watch_loader
 from refitd.worker.memory import device_uuid
-from refitd.worker.opening import open_source
+from refitd.worker.opening import open_bell, open_source
 from refitd.worker.plan import listed, refuse_loader
+from refitd.worker.preparation import prepare
 from refitd.worker.reload import check_checkpoint, reload
 from refitd.worker.state import WorkerState
 from refitd.worker.waking import require_room
@@ -84,6 +85,7 @@ class RefitWorkerExtension:
         segments: list[dict[str, Any]],
         tensors: list[dict[str, Any]],
         plan: str = "auto",
+        bell: dict[str, Any] | None = None,
     ) -> Answer:
         """Maps the segments: `{path, planned, loader_tensors: [{name, why}], bytes}`; nothing of the engine is written.
 
@@ -92,7 +94,9 @@ class RefitWorkerExtension:
         state = self.refitd_state()
         state.wrote = False
         described = msgspec.convert(tensors, list[SourceTensor])
-        return open_source(state, source_id, kind, msgspec.convert(segments, list[Segment]), described, plan)
+        lent = msgspec.convert(segments, list[Segment])
+        rung = open_bell(msgspec.convert(bell, MemfdSegment | None), self.refitd_index(), self.device)
+        return open_source(state, source_id, kind, lent, described, plan, rung)
 
     @answered
     def refitd_close_source(self, source_id: int | str) -> Answer:
@@ -141,9 +145,7 @@ class RefitWorkerExtension:
     @answered
     def refitd_join(self, source_id: int | str, where: dict[str, Any], first_rank: int) -> Answer:
         """Sets out to join a trainer's group, in the background; `refitd_joined` says how it went."""
-        parallel = self.vllm_config.parallel_config
-        index = parallel.data_parallel_index * parallel.world_size + self.rank
-        address = msgspec.convert({**where, "rank": first_rank + index}, GroupAddress)
+        address = msgspec.convert({**where, "rank": first_rank + self.refitd_index()}, GroupAddress)
         state = self.refitd_state()
         state.close(source_id)
         state.joining[source_id] = Joining(address, self.device)
@@ -189,9 +191,26 @@ class RefitWorkerExtension:
         Errors before the first byte: `unknown_source`, `manifest_mismatch`, `plan_required`, `not_finite`; after it:
         `attest_failed`, `refit_failed`.
         """
-        state = self.refitd_state()
+        state = self.refitd_state(settled=False)
         state.wrote = False
         return commit.commit(state, state.inplace(source_id), only, Attest(attest), finite=check_finite)
+
+    @answered
+    def refitd_prepare(
+        self, source_id: int | str, only: list[str] | None, attest: str, check_finite: bool, number: int
+    ) -> Answer:
+        """All of the commit that comes next before its first byte: `{waiting}`, true where its copies wait on the
+        device for the source's bell to be rung for `number`. Any other call ends the waiting.
+
+        Errors: those of `refitd_commit` before the first byte, but for what depends on values.
+        """
+        state = self.refitd_state()
+        state.wrote = False
+        source = state.inplace(source_id)
+        compiled = commit.select(state.weights, source, only)
+        if not check_finite:
+            state.preparation = prepare(state, source, compiled, Attest(attest), number)
+        return {"waiting": state.preparation is not None}
 
     # --- buckets ------------------------------------------------------------------------------------------------------
 
@@ -292,6 +311,7 @@ class RefitWorkerExtension:
     @answered
     def refitd_unload_adapter(self, number: int) -> Answer:
         """Unloading what is not loaded does nothing."""
+        self.refitd_state()
         return {"unloaded": bool(self.model_runner.remove_lora(number))}
 
     @answered
@@ -355,10 +375,18 @@ class RefitWorkerExtension:
         """Whether a refit that did not finish may have changed the engine's weights."""
         return self.refitd_kept_state is not None and self.refitd_kept_state.wrote
 
-    def refitd_state(self, *, look_again: bool = True) -> WorkerState:
-        """Made at the first call, because vLLM calls no constructor; true to where the parameters lie now."""
+    def refitd_index(self) -> int:
+        """Of this worker among those of all replicas."""
+        parallel = self.vllm_config.parallel_config
+        return int(parallel.data_parallel_index * parallel.world_size + self.rank)
+
+    def refitd_state(self, *, look_again: bool = True, settled: bool = True) -> WorkerState:
+        """Made at the first call, because vLLM calls no constructor; true to where the parameters lie now. Nothing that
+        was prepared waits any more, if it has to be `settled`."""
         if self.refitd_kept_state is None:
             self.refitd_kept_state = WorkerState(EngineWeights(self.model_runner, self.vllm_config, self.device))
+        if settled:
+            self.refitd_kept_state.settle()
         if look_again:
             self.refitd_kept_state.weights.refresh()
         return self.refitd_kept_state

@@ -64,13 +64,22 @@ __device__ __forceinline__ void store_once(uint4* to, uint4 value) {
                  : "memory");
 }
 
+// Decides for all copies behind it whether they run: they do unless the host has cancelled them. `ran` tells the host.
+extern "C" __global__ void admit(const volatile u32* cancelled, u32* may_run, volatile u32* ran) {
+    const u32 yes = *cancelled == 0;
+    *may_run = yes;
+    *ran = yes;
+    __threadfence_system();
+}
+
 // One block a chunk; every thread has COPY_UNROLL loads under way before its first store.
 #define COPY_UNROLL 8
-extern "C" __global__ __launch_bounds__(512) void copy_chunks(const Chunk* chunks) {
+extern "C" __global__ __launch_bounds__(512) void copy_chunks(const Chunk* chunks, const u32* may_run) {
     const Chunk chunk = chunks[blockIdx.x];
     const uint4* source = (const uint4*)chunk.source;
     uint4* target = (uint4*)chunk.target;
-    const u32 count = (u32)chunk.vectors;
+    // Not a branch of its own: that would wait for one word before it asked for the other.
+    const u32 count = *may_run ? (u32)chunk.vectors : 0;
     u32 at = threadIdx.x;
     for (; at + (COPY_UNROLL - 1) * blockDim.x < count; at += COPY_UNROLL * blockDim.x) {
         uint4 held[COPY_UNROLL];

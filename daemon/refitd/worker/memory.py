@@ -71,15 +71,7 @@ class MemfdMapping:
     """A memfd of another process, found through its `/proc/<pid>/fd` and mapped read-only."""
 
     def __init__(self, segment: MemfdSegment) -> None:
-        descriptor = _open_descriptor(segment)
-        try:
-            _check(descriptor, segment)
-            mapped = mmap.mmap(descriptor, segment.size_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
-        except (OSError, ValueError) as error:
-            raise _unavailable(segment, f"cannot be mapped: {error}") from error
-        finally:
-            os.close(descriptor)
-        self._data: torch.Tensor | None = _as_tensor(mapped)
+        self._data: torch.Tensor | None = _as_tensor(map_memfd(segment))
 
     @property
     def data(self) -> torch.Tensor:
@@ -95,13 +87,26 @@ class MemfdMapping:
         self._data = None
 
 
-def _open_descriptor(segment: MemfdSegment) -> int:
+def map_memfd(segment: MemfdSegment, *, writable: bool = False) -> mmap.mmap:
+    """Raises `memory_unavailable`."""
+    descriptor = _open_descriptor(segment, os.O_RDWR if writable else os.O_RDONLY)
+    try:
+        _check(descriptor, segment)
+        access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+        return mmap.mmap(descriptor, segment.size_bytes, mmap.MAP_SHARED, access)
+    except (OSError, ValueError) as error:
+        raise _unavailable(segment, f"cannot be mapped: {error}") from error
+    finally:
+        os.close(descriptor)
+
+
+def _open_descriptor(segment: MemfdSegment, access: int) -> int:
     path = f"/proc/{segment.pid}/fd/{segment.fd}"
     try:
         # Opening somebody else's fifo or device has effects, so look first; it is checked again once open.
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise _unavailable(segment, "is not a memfd")
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        return os.open(path, access | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError as error:
         raise _unavailable(segment, "is not open there; the process is gone or in another PID namespace") from error
     except PermissionError as error:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from refit_protocol.tensors import Segment, SourceTensor
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from refit_protocol.bell import MAX_BELL_WORKERS
+from refit_protocol.errors import ProtocolError
+from refit_protocol.tensors import MemfdSegment, Segment, SourceTensor
 from refitd.worker.boundary import Answer
 from refitd.worker.buckets import BucketSource
 from refitd.worker.parts import whole_tensor
@@ -10,6 +17,11 @@ from refitd.worker.plan import listed, refuse_loader
 from refitd.worker.sources import InplaceSource, Segments
 from refitd.worker.state import WorkerState
 from refitd.worker.weights import EngineWeights
+
+if TYPE_CHECKING:
+    from refitd.worker.cuda_bell import Bell
+
+logger = logging.getLogger(__name__)
 
 _Opened = tuple[InplaceSource | BucketSource, Answer]
 
@@ -21,6 +33,7 @@ def open_source(
     segments: list[Segment],
     tensors: list[SourceTensor],
     plan: str,
+    bell: Bell | None = None,
 ) -> Answer:
     if kind == "inplace":
         state.weights.check_manifest([whole_tensor(tensor) for tensor in tensors])
@@ -31,9 +44,11 @@ def open_source(
         if kind == "bucket":
             source, answer = _buckets(state.weights, mapped, plan)
         else:
-            source, answer = _in_place(state.weights, mapped, tensors, plan)
+            source, answer = _in_place(state.weights, mapped, tensors, plan, bell)
     except BaseException:
         mapped.close()
+        if bell is not None:
+            bell.close()
         raise
     state.open(source_id, source)
     return answer
@@ -46,8 +61,24 @@ def _buckets(weights: EngineWeights, mapped: Segments, plan: str) -> _Opened:
     return BucketSource(mapped, planned=plan != "off"), answer
 
 
-def _in_place(weights: EngineWeights, mapped: Segments, tensors: list[SourceTensor], plan: str) -> _Opened:
-    source = InplaceSource(mapped, tensors, planned=plan != "off")
+def open_bell(segment: MemfdSegment | None, worker: int, device: torch.device) -> Bell | None:
+    """None where a refit cannot wait for it: it is only slower then."""
+    if segment is None or device.type != "cuda" or worker >= MAX_BELL_WORKERS:
+        return None
+    # CuPy is only there where the engine runs on a GPU.
+    from refitd.worker.cuda_bell import Bell
+
+    try:
+        return Bell(segment, worker, device)
+    except ProtocolError as error:
+        logger.warning("prepared refits begin when their end is asked for: %s", error.message)
+        return None
+
+
+def _in_place(
+    weights: EngineWeights, mapped: Segments, tensors: list[SourceTensor], plan: str, bell: Bell | None
+) -> _Opened:
+    source = InplaceSource(mapped, tensors, planned=plan != "off", bell=bell)
     compiled = source.compiled(weights, None)
     refuse_loader(compiled.loader_tensors, plan)
     return source, {

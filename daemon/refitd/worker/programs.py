@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from refitd.worker.copies import Copy, CopyProgram, merge_neighbours
@@ -16,8 +16,9 @@ class Program(Protocol):
     def start(self) -> None:
         """Reads that are enqueued afterwards on the same stream see every byte."""
 
-    def wait(self) -> None:
-        """Returns when every byte has arrived; at once if nothing was started."""
+    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
+        """Returns when every byte has arrived; at once if nothing was started. `meanwhile`, which is short, is called
+        now and then."""
 
     def run(self) -> None:
         """Both."""

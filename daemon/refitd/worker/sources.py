@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.tensors import CudaIpcSegment, DType, Segment, SourceTensor, TensorShape
-from refitd.worker.attest import FullComparison, NamedCopy, SampledComparison
+from refitd.worker.attest import Attest, FullComparison, NamedCopy, SampledComparison
 from refitd.worker.boxes import Transfer, clip_to_region, follow_strides, split_like
 from refitd.worker.copies import Copy
 from refitd.worker.digest import samples
@@ -20,6 +20,9 @@ from refitd.worker.parts import chosen_parts, whole_tensor
 from refitd.worker.plan import Plan, Route
 from refitd.worker.programs import Program, copy_program
 from refitd.worker.weights import EngineWeights, torch_dtype
+
+if TYPE_CHECKING:
+    from refitd.worker.cuda_bell import Bell
 
 MAX_SELECTIONS = 32
 PLAN_OFF = "the plan is switched off"
@@ -100,11 +103,26 @@ class CompiledSource:
             return "plan"
         return "mixed" if self.copies else "loader"
 
+    def begin_attest(self, how: Attest) -> Callable[[], None]:
+        """Enqueues the comparison; what is returned raises `attest_failed` if the engine does not hold what the source
+        holds."""
+        match how:
+            case Attest.OFF:
+                return _nothing_to_check
+            case Attest.SAMPLED:
+                return self.comparison.begin()
+            case Attest.FULL:
+                return self.full_comparison.check
+
 
 class InplaceSource:
-    """Its tensors lie in mapped memory, whole or in parts; offsets, strides and dtypes are the trainer's."""
+    """Its tensors lie in mapped memory, whole or in parts; offsets, strides and dtypes are the trainer's. `bell` is
+    what starts copies from it that were prepared, where it has one."""
 
-    def __init__(self, segments: Segments, tensors: Sequence[SourceTensor], planned: bool) -> None:
+    def __init__(
+        self, segments: Segments, tensors: Sequence[SourceTensor], planned: bool, bell: Bell | None = None
+    ) -> None:
+        self.bell = bell
         self._segments = segments
         self._planned = planned
         self._compiled: dict[frozenset[str] | None, CompiledSource] = {}
@@ -143,6 +161,8 @@ class InplaceSource:
     def close(self) -> None:
         self._compiled.clear()
         self._segments.close()
+        if self.bell is not None:
+            self.bell.close()
 
     def _view(self, part: SourceTensor) -> torch.Tensor:
         return self._flat(part).as_strided(part.shape, part.resolved_strides, _first_element(part))
@@ -185,6 +205,10 @@ class InplaceSource:
             for piece in _clipped(route.transfer, part):
                 copy = Copy(self._flat(part), weights.flat(route.parameter), _in_memory(piece, part))
                 yield Route(route.tensor, route.parameter, piece.merged()), NamedCopy(route.tensor, copy)
+
+
+def _nothing_to_check() -> None:
+    return None
 
 
 def _clipped(transfer: Transfer, part: SourceTensor) -> list[Transfer]:

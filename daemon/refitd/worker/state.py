@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
 
 import torch
 
@@ -24,6 +24,18 @@ KEEP_TIMEOUT_SECONDS = 60.0
 END_SECONDS = 10.0
 
 
+class Prepared(Protocol):
+    """A commit in place that is ready but for its copies; see `preparation`."""
+
+    def is_for(self, source: InplaceSource, only: Collection[str] | None, attest: Attest) -> bool: ...
+
+    def commit(self) -> dict[str, Any]:
+        """What was rung for is under way already; what was not begins here."""
+
+    def settle(self) -> bool:
+        """Whether the copies ran; nothing of them runs any more."""
+
+
 class WorkerState:
     """What is open, joined, under way and kept. `wrote`: a refit that has not finished may have changed the engine."""
 
@@ -32,6 +44,7 @@ class WorkerState:
         self.sources: dict[int | str, InplaceSource | BucketSource] = {}
         self.joining: dict[int | str, Joining] = {}
         self.refit: BucketRefit | None = None
+        self.preparation: Prepared | None = None
         self.keeper = Keeper()
         self.wrote = False
         self._endings: list[GroupEnd] = []
@@ -46,6 +59,20 @@ class WorkerState:
     def forget_refit(self) -> None:
         """As if none had been begun."""
         self.wrote, self.refit = False, None
+
+    def take_preparation(self, source: InplaceSource, only: Collection[str] | None, attest: Attest) -> Prepared | None:
+        """The one under way, if it is for this very refit."""
+        found = self.preparation
+        if found is None or not found.is_for(source, only, attest):
+            return None
+        self.preparation = None
+        return found
+
+    def settle(self) -> None:
+        """Ends what was prepared. Nothing waits on the device any more, where it could keep others waiting."""
+        if self.preparation is not None:
+            ended, self.preparation = self.preparation, None
+            self.wrote = ended.settle() or self.wrote
 
     def wait_for_others(self, *, engine_stands: bool = False) -> None:
         """Raises `collective_failed` where the broadcasts of a refit that failed may still arrive."""

@@ -15,12 +15,14 @@ __all__ = [
     "BucketApplied",
     "CommitRefit",
     "FinishRefit",
+    "PrepareRefit",
     "ReceiveBroadcast",
     "RefitAborted",
     "RefitBegan",
     "RefitCommitted",
     "RefitHeld",
     "RefitMilliseconds",
+    "RefitPrepared",
     "RefitReport",
     "RefitSummary",
     "RefitValidated",
@@ -77,6 +79,36 @@ class CommitRefit(Command, frozen=True, kw_only=True):
     hold: bool = False
 
 
+class PrepareRefit(Command, frozen=True, kw_only=True):
+    """All of a commit in place that comes before its first byte, ahead of time: `FinishRefit` does the rest.
+
+    The fields are those of `CommitRefit`. Without an end within `hold_seconds` it is over, and nothing has changed.
+    """
+
+    epoch: int
+    source: int
+    version: int | None = None
+    policy: InflightPolicy | None = None
+    only: list[str] | None = None
+    attest: AttestMode | None = None
+    check_finite: bool | None = None
+    deadline_seconds: float | None = None
+    hold_seconds: float | None = None
+
+
+class RefitPrepared(Fact, frozen=True, kw_only=True):
+    """The gate is shut, the engine stands still, and nothing is written yet.
+
+    `ring`: copies wait on the device for this number in the source's bell, each of the `workers` for its own word; None
+    where none do.
+    """
+
+    refit: int
+    version: int
+    ring: int | None
+    workers: int
+
+
 class BeginRefit(Command, frozen=True, kw_only=True):
     """Announces a bucket or collective refit: everything is validated, the gate closes before the first byte is read.
 
@@ -131,7 +163,7 @@ class BroadcastReceived(Fact, frozen=True, kw_only=True):
 
 
 class FinishRefit(Command, frozen=True, kw_only=True):
-    """Commits a bucket refit, or publishes one that is held. With `hold` a bucket refit becomes held instead."""
+    """Commits a bucket refit or a prepared one, or publishes one that is held. With `hold` it becomes held instead."""
 
     epoch: int
     refit: int
@@ -188,12 +220,15 @@ class ReloadWeights(Command, frozen=True, kw_only=True):
 
 
 class RefitMilliseconds(Detail, frozen=True, kw_only=True):
+    """`waited`, which is not in `total`: for the `FinishRefit` of a prepared refit."""
+
     validate: float
     gate: float
     copy: float
     attest: float
     publish: float
     total: float
+    waited: float = 0.0
 
 
 class RefitReport(Detail, frozen=True, kw_only=True):
@@ -226,6 +261,7 @@ class RefitCommitted(Fact, frozen=True, kw_only=True):
 Commands = (
     ValidateRefit
     | CommitRefit
+    | PrepareRefit
     | BeginRefit
     | ApplyBucket
     | ReceiveBroadcast
@@ -236,6 +272,7 @@ Commands = (
 )
 Facts = (
     RefitValidated
+    | RefitPrepared
     | RefitHeld
     | RefitCommitted
     | RefitBegan

@@ -6,7 +6,7 @@ from typing import Literal
 
 from refit_protocol.messages.kinds import Command, Detail, Fact, PlanMode, Record, RefitPath
 from refit_protocol.rendezvous import GroupBackend
-from refit_protocol.tensors import Segment, SourceTensor
+from refit_protocol.tensors import MemfdSegment, Segment, SourceTensor
 
 __all__ = [
     "CloseSource",
@@ -34,6 +34,7 @@ class OpenSource(Command, frozen=True, kw_only=True):
     `inplace`: `tensors` are the parameters themselves. `bucket`: the segments are staging buckets, `tensors` is empty.
     With `member` it is what one rank holds, and answered when all ranks, each in a session of its own, have sent
     theirs; one of them has to be the writer, and all give its epoch. `deadline_seconds` bounds the wait for the others.
+    `bell` is what starts a prepared refit from this memory: see `refit_protocol.bell`.
     """
 
     epoch: int
@@ -42,6 +43,7 @@ class OpenSource(Command, frozen=True, kw_only=True):
     tensors: list[SourceTensor] = []
     plan: PlanMode | None = None
     member: GroupMember | None = None
+    bell: MemfdSegment | None = None
     deadline_seconds: float | None = None
 
 

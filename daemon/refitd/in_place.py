@@ -1,0 +1,50 @@
+"""The workers' side of a commit in place: written at once, or made ready first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from refit_protocol.bell import ring_number
+from refitd.commit import Ticket
+from refitd.config import RefitConfig
+from refitd.engine import Engine
+from refitd.source import Source
+
+
+async def write_in_place(
+    engine: Engine, config: RefitConfig, source: Source, only: Sequence[str] | None, ticket: Ticket
+) -> list[dict[str, Any]]:
+    """One pass over the bytes, straight from the trainer's parameters; what the workers say of it."""
+    ticket.check()
+    answers = await engine.call_workers(
+        "refitd_commit",
+        source.id,
+        only,
+        ticket.attest,
+        ticket.check_finite,
+        timeout_seconds=config.deadline_seconds,
+        writes=True,
+        direct=source.replayed,
+    )
+    source.note_written(answers)
+    return answers
+
+
+async def prepare_in_place(
+    engine: Engine, config: RefitConfig, source: Source, only: Sequence[str] | None, ticket: Ticket, refit: int
+) -> tuple[int | None, int]:
+    """Everything before the first byte. Returns what the bell has to be rung with, None where nothing waits for it, and
+    how many workers there are."""
+    ticket.check()
+    answers = await engine.call_workers(
+        "refitd_prepare",
+        source.id,
+        only,
+        ticket.attest,
+        ticket.check_finite,
+        ring_number(refit),
+        timeout_seconds=config.deadline_seconds,
+        direct=source.replayed,
+    )
+    return ring_number(refit) if any(answer["waiting"] for answer in answers) else None, len(answers)

@@ -1,0 +1,34 @@
+"""The bell: shared memory in which a trainer starts copies that a prepared refit has waiting on the device.
+
+Two 32-bit little-endian words for each worker, in a cache line of its own. A worker's copy waits until the first one,
+compared as a number on a circle, has reached the number of the refit, and so begins without a process being woken. When
+it has arrived and was found right, the worker writes the number into the second one.
+"""
+
+from __future__ import annotations
+
+from refit_protocol.errors import ErrorCode, ProtocolError
+from refit_protocol.tensors import MemfdSegment, check_segments
+
+BELL_BYTES = 4096
+WORD_STRIDE_BYTES = 64
+ARRIVED_OFFSET_BYTES = 32
+MAX_BELL_WORKERS = BELL_BYTES // WORD_STRIDE_BYTES
+_RING_VALUES = 1 << 32
+
+
+def ring_number(refit: int) -> int:
+    """What a word has to reach for this refit's copy to begin."""
+    return refit % _RING_VALUES
+
+
+def unrung_number(ring: int) -> int:
+    """What both words hold before they are rung for `ring`."""
+    return (ring - 1) % _RING_VALUES
+
+
+def check_bell(bell: MemfdSegment) -> None:
+    """Raises `invalid_descriptor`."""
+    check_segments([bell])
+    if bell.size_bytes < BELL_BYTES:
+        raise ProtocolError(ErrorCode.INVALID_DESCRIPTOR, f"a bell has {BELL_BYTES} bytes, not {bell.size_bytes}")

@@ -1,0 +1,218 @@
+"""Refits that were prepared: everything but the copy was done before the weights were final."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Self
+
+from refit_protocol.errors import ErrorCode
+from refit_protocol.messages import RefitPrepared, RefitReport
+from refit_trainer.daemon_refit import AWAKE_SECONDS, DaemonRefit
+from refit_trainer.errors import NotShareable, RefitdError
+from refit_trainer.refits import CommitOptions
+from refit_trainer.steps import Steps, walk, walk_blocking
+
+if TYPE_CHECKING:
+    from refit_trainer.backends import Bell
+    from refit_trainer.client import LoopThread
+    from refit_trainer.sharing import SharedModule
+
+
+class Preparation:
+    """What both clients have of one: its two ends, step-wise. `again` is the same refit without any preparation."""
+
+    def __init__(
+        self, refit: DaemonRefit, shared: SharedModule, prepared: RefitPrepared, again: Callable[[], Steps[RefitReport]]
+    ) -> None:
+        self._refit = refit
+        self._shared = shared
+        self._ended = False
+        self._rung: Bell | None = None
+        self.prepared = prepared
+        self.again = again
+
+    def ring(self) -> None:
+        """On the thread that has enqueued the writes; `publish` comes next. Before anything else: what follows has the
+        time of the copy."""
+        self._end()
+        if self.prepared.ring is not None and (bell := self._refit.bell) is not None:
+            bell.ring(self.prepared.ring, self.prepared.workers)
+            self._rung = bell
+        self._shared.memory.synchronise()
+
+    def require_unmoved(self) -> None:
+        if (part := self._shared.changed_part()) is not None:
+            raise NotShareable(
+                f"{part} was replaced or moved after prepare_refit(): only change parameters in place between the two, "
+                "and call share_parameters() again before the next refit, which has to be a full one"
+            )
+
+    def watch(self, publishing: Future[RefitReport]) -> None:
+        """Returns when every worker says by the bell that it holds the new weights, or the daemon has said what became
+        of them, or both have taken much longer than a copy takes."""
+        bell, ring = self._rung, self.prepared.ring
+        if bell is None or ring is None:
+            return
+        bell.await_ringing()
+        until = time.monotonic() + AWAKE_SECONDS["cuda"]
+        while not (bell.arrived(ring, self.prepared.workers) or publishing.done()) and time.monotonic() < until:
+            # Awake, and yet no hindrance to the client's own thread.
+            time.sleep(0)
+
+    @property
+    def has_arrived(self) -> bool:
+        bell, ring = self._rung, self.prepared.ring
+        return bell is not None and ring is not None and bell.arrived(ring, self.prepared.workers)
+
+    async def publish(self) -> RefitReport:
+        try:
+            return await self._refit.publish_prepared()
+        except BaseException as error:
+            await self._refit.end(error)
+            raise
+
+    async def withdraw(self) -> None:
+        """Nothing where it has ended."""
+        if not self._ended:
+            self._end()
+            await self._refit.withdraw()
+
+    async def give_up(self, error: BaseException) -> None:
+        """Between `ring` and `publish`."""
+        await self._refit.end(error)
+
+    def _end(self) -> None:
+        if self._ended:
+            raise RefitdError("this refit has ended: prepare another one")
+        self._ended = True
+
+
+def prepare_steps(
+    refit: DaemonRefit,
+    shared: SharedModule,
+    only: list[str] | None,
+    options: CommitOptions,
+    hold_seconds: float | None,
+    again: Callable[[], Steps[RefitReport]],
+) -> Steps[Preparation]:
+    try:
+        prepared: RefitPrepared = yield refit.prepare(shared, only, options, hold_seconds)
+    except BaseException as error:
+        yield refit.end(error)
+        raise
+    if (bell := refit.bell) is not None:
+        bell.make_ready()
+    return Preparation(refit, shared, prepared, again)
+
+
+def is_too_late(error: BaseException) -> bool:
+    """The daemon did not wait so long, and nothing has changed."""
+    return isinstance(error, RefitdError) and error.code is ErrorCode.UNKNOWN_REFIT
+
+
+class PreparedRefit:
+    """Of a `Daemon`; to be used with `with`: what has not been refitted in the end is withdrawn, and what has been is
+    published."""
+
+    def __init__(self, preparation: Preparation, thread: LoopThread) -> None:
+        self._preparation = preparation
+        self._thread = thread
+        self._publishing: Future[RefitReport] | None = None
+
+    @property
+    def version(self) -> int:
+        """What the refit will publish, unless it comes too late."""
+        return self._preparation.prepared.version
+
+    def refit(self) -> None:
+        """The parameters as they are now, or will be once all that this thread has enqueued on its stream is done.
+
+        Returns when every worker holds them: they may change at once, and whatever this client asks for from here on
+        comes behind them. Where the daemon has not waited so long it is an ordinary refit.
+        """
+        self._preparation.ring()
+        try:
+            self._preparation.require_unmoved()
+        except BaseException as error:
+            self._thread.call(self._preparation.give_up(error))
+            raise
+        self._publishing = self._thread.submit_first(self._preparation.publish())
+        try:
+            self._preparation.watch(self._publishing)
+            if not self._preparation.has_arrived:
+                self._publishing.result()
+        except BaseException as error:
+            self._publishing.cancel()
+            if not is_too_late(error):
+                raise
+            self._publishing = _known(walk_blocking(self._preparation.again(), self._thread.call))
+
+    def report(self) -> RefitReport:
+        """What the daemon says of the refit, once the version is published."""
+        if self._publishing is None:
+            raise RefitdError("refit() comes first")
+        return self._publishing.result()
+
+    def abort(self) -> None:
+        """Opens the gate again, nothing has changed; does nothing after `refit()`."""
+        self._thread.call(self._preparation.withdraw())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        self.abort()
+        if self._publishing is not None and error_type is None:
+            self._publishing.result()
+
+
+class AsyncPreparedRefit:
+    """`PreparedRefit` of an `AsyncDaemon`, with `async with`."""
+
+    def __init__(self, preparation: Preparation) -> None:
+        self._preparation = preparation
+        self._report: RefitReport | None = None
+
+    @property
+    def version(self) -> int:
+        """What the refit will publish, unless it comes too late."""
+        return self._preparation.prepared.version
+
+    async def refit(self) -> None:
+        """See `PreparedRefit.refit`; this one comes back when the version is published."""
+        self._preparation.ring()
+        try:
+            self._preparation.require_unmoved()
+        except BaseException as error:
+            await self._preparation.give_up(error)
+            raise
+        try:
+            self._report = await self._preparation.publish()
+        except RefitdError as error:
+            if not is_too_late(error):
+                raise
+            self._report = await walk(self._preparation.again())
+
+    def report(self) -> RefitReport:
+        """What the daemon says of the refit."""
+        if self._report is None:
+            raise RefitdError("refit() comes first")
+        return self._report
+
+    async def abort(self) -> None:
+        """Opens the gate again, nothing has changed; does nothing after `refit()`."""
+        await self._preparation.withdraw()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.abort()
+
+
+def _known(report: RefitReport) -> Future[RefitReport]:
+    future: Future[RefitReport] = Future()
+    future.set_result(report)
+    return future
