@@ -207,11 +207,11 @@ class BucketRefits:
             return RefitCommitted(report=report)
 
     async def _complete(self, refit: OpenRefit) -> list[dict[str, Any]]:
-        if refit.preparation is not None:
-            refit.ticket.waited_seconds = time.monotonic() - refit.preparation.since
-            return await write_in_place(
-                self._engine, self._config.refit, refit.source, refit.preparation.only, refit.ticket
-            )
+        if (prepared := refit.preparation) is not None:
+            refit.preparation = None
+            self._window.watch(refit)
+            refit.ticket.waited_seconds = time.monotonic() - prepared.since
+            return await write_in_place(self._engine, self._config.refit, refit.source, prepared.only, refit.ticket)
         answers = await self._engine.call_workers(
             "refitd_finish",
             refit.ticket.attest,

@@ -62,12 +62,17 @@ class OpenWindow:
     async def _leave_open(self, refit: OpenRefit) -> None:
         """The window waits, not for ever, for its session's next message. Raises `unknown_refit` if none may come."""
         self.require(refit)
-        refit.watch(self._running.run(self._abort_at_deadline(refit)))
+        self.watch(refit)
         if self._commit.is_draining:
             await self.abort(refit, STOPPING)
         elif refit.session.closed or self._writer.session is not refit.session:
             await self.abort(refit, "its session is the writer no more")
         self.require(refit)
+
+    def watch(self, refit: OpenRefit) -> None:
+        """From now on it may stay open for as long as its patience lasts."""
+        refit.unwatch()
+        refit.watch(self._running.run(self._abort_at_deadline(refit)))
 
     def under_way(self, session: Session, epoch: int, refit_id: int) -> OpenRefit:
         """For the writer. Raises `stale_epoch`, `unknown_refit`."""
