@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from refit_protocol.bell import ring_number
+from refit_protocol.bell import MAX_BELL_WORKERS, ring_number
 from refitd.commit import Ticket
 from refitd.config import RefitConfig
-from refitd.engine import Engine
+from refitd.engine import Engine, WorkerError
 from refitd.source import Source
 
 
@@ -37,14 +37,21 @@ async def prepare_in_place(
     """Everything before the first byte. Returns what the bell has to be rung with, None where nothing waits for it, and
     how many workers there are."""
     ticket.check()
-    answers = await engine.call_workers(
-        "refitd_prepare",
-        source.id,
-        only,
-        ticket.attest,
-        ticket.check_finite,
-        ring_number(refit),
-        timeout_seconds=config.deadline_seconds,
-        direct=source.replayed,
-    )
-    return ring_number(refit) if any(answer["waiting"] for answer in answers) else None, len(answers)
+    try:
+        answers = await engine.call_workers(
+            "refitd_prepare",
+            source.id,
+            only,
+            ticket.attest,
+            ticket.check_finite,
+            ring_number(refit),
+            timeout_seconds=config.deadline_seconds,
+            direct=source.replayed,
+        )
+    except WorkerError as error:
+        # The engine goes on: on no worker may anything be waiting, where only some of them have refused.
+        ended = await engine.call_workers("refitd_abort", timeout_seconds=config.deadline_seconds)
+        error.wrote = any(answer["wrote"] for answer in ended)
+        raise
+    waiting = any(answer["waiting"] for answer in answers) and len(answers) <= MAX_BELL_WORKERS
+    return ring_number(refit) if waiting else None, len(answers)
