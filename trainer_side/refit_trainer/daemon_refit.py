@@ -108,13 +108,9 @@ class DaemonRefit(OneRefit):
         return report
 
     async def withdraw(self) -> None:
-        """Nothing if it is over already."""
+        """Nothing if it is over already. Needs no role: a daemon to which we are the writer no more has ended it."""
         if self._number is not None:
-            await self.enter()
-            try:
-                await self._abort_begun(self._number, self._timeout_seconds)
-            finally:
-                await self.leave()
+            await self._abort_begun(self._number, self._timeout_seconds)
 
     @property
     def bell(self) -> Bell | None:

@@ -90,11 +90,13 @@ class OneRefit:
         )
 
     async def _abort_begun(self, number: int, timeout_seconds: float) -> None:
-        """What it is answered does not matter: the daemon may have ended it already."""
+        """What it is answered does not matter: the daemon may have ended it already, or be gone."""
         self._number = None
         with unless_restarted():
             command = AbortRefit(epoch=self._epoch, refit=number)
-            await self._connection.request(command, RefitAborted, timeout_seconds=timeout_seconds)
+            await self._connection.request(
+                command, RefitAborted, timeout_seconds=timeout_seconds, reconnect_seconds=RECONNECT_SECONDS
+            )
 
     def _abort_seconds(self, error: BaseException) -> float:
         return patience(error, self._timeout_seconds)
