@@ -99,11 +99,11 @@ def prepare_steps(
 ) -> Steps[Preparation]:
     try:
         prepared: RefitPrepared = yield refit.prepare(shared, only, options, hold_seconds)
+        if (bell := refit.bell) is not None:
+            bell.make_ready()
     except BaseException as error:
         yield refit.end(error)
         raise
-    if (bell := refit.bell) is not None:
-        bell.make_ready()
     return Preparation(refit, shared, prepared, again)
 
 
