@@ -30,5 +30,5 @@ def unrung_number(ring: int) -> int:
 def check_bell(bell: MemfdSegment) -> None:
     """Raises `invalid_descriptor`."""
     check_segments([bell])
-    if bell.size_bytes < BELL_BYTES:
+    if bell.size_bytes != BELL_BYTES:
         raise ProtocolError(ErrorCode.INVALID_DESCRIPTOR, f"a bell has {BELL_BYTES} bytes, not {bell.size_bytes}")
