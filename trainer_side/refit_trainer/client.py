@@ -102,6 +102,8 @@ class LoopThread:
             return
         with self._handing_in:
             ended, self._ended = self._ended, True
+            # Nor does the end wait for it.
+            self._first = None
         if ended:
             return
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -30,19 +31,20 @@ class Preparation:
         self._shared = shared
         self._ended = False
         self._rung: Bell | None = None
+        self._publishing: asyncio.Task[object] | None = None
         self.prepared = prepared
         self.again = again
 
     def ring(self) -> None:
-        """On the thread that has enqueued the writes; `publish` comes next. Before anything else: what follows has the
-        time of the copy."""
-        self._end()
+        """On the thread that has enqueued the writes; `publish` or `give_up` comes next. Before anything else: what
+        follows has the time of the copy. Raises `NotShareable`."""
         if self.prepared.ring is not None and (bell := self._refit.bell) is not None:
             bell.ring(self.prepared.ring, self.prepared.workers)
             self._rung = bell
         self._shared.memory.synchronise()
+        self._require_unmoved()
 
-    def require_unmoved(self) -> None:
+    def _require_unmoved(self) -> None:
         if (part := self._shared.changed_part()) is not None:
             raise NotShareable(
                 f"{part} was replaced or moved after prepare_refit(): only change parameters in place between the two, "
@@ -67,23 +69,30 @@ class Preparation:
         return bell is not None and ring is not None and bell.arrived(ring, self.prepared.workers)
 
     async def publish(self) -> RefitReport:
+        self._publishing = asyncio.current_task()
         try:
             return await self._refit.publish_prepared()
         except BaseException as error:
             await self._refit.end(error)
             raise
 
+    async def published(self) -> None:
+        """Comes back when `publish` has ended, however, and the daemon reads nothing of ours any more."""
+        if self._publishing is not None:
+            await asyncio.wait([self._publishing])
+
     async def withdraw(self) -> None:
         """Nothing where it has ended."""
         if not self._ended:
-            self._end()
+            self.end()
             await self._refit.withdraw()
 
     async def give_up(self, error: BaseException) -> None:
-        """Between `ring` and `publish`."""
+        """Instead of `publish`."""
         await self._refit.end(error)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Once: before `ring`, or a withdrawal."""
         if self._ended:
             raise RefitdError("this refit has ended: prepare another one")
         self._ended = True
@@ -132,9 +141,9 @@ class PreparedRefit:
         Returns when every worker holds them: they may change at once, and whatever this client asks for from here on
         comes behind them. Where the daemon has not waited so long it is an ordinary refit.
         """
-        self._preparation.ring()
+        self._preparation.end()
         try:
-            self._preparation.require_unmoved()
+            self._preparation.ring()
         except BaseException as error:
             self._thread.call(self._preparation.give_up(error))
             raise
@@ -144,7 +153,9 @@ class PreparedRefit:
             if not self._preparation.has_arrived:
                 self._publishing.result()
         except BaseException as error:
+            # What was interrupted goes on behind nobody's back.
             self._publishing.cancel()
+            self._thread.call(self._preparation.published())
             if not is_too_late(error):
                 raise
             self._publishing = _known(walk_blocking(self._preparation.again(), self._thread.call))
@@ -182,9 +193,9 @@ class AsyncPreparedRefit:
 
     async def refit(self) -> None:
         """See `PreparedRefit.refit`; this one comes back when the version is published."""
-        self._preparation.ring()
+        self._preparation.end()
         try:
-            self._preparation.require_unmoved()
+            self._preparation.ring()
         except BaseException as error:
             await self._preparation.give_up(error)
             raise
