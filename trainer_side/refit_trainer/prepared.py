@@ -129,6 +129,7 @@ class PreparedRefit:
         self._preparation = preparation
         self._thread = thread
         self._publishing: Future[RefitReport] | None = None
+        self._refitted = False
 
     @property
     def version(self) -> int:
@@ -159,6 +160,7 @@ class PreparedRefit:
             if not is_too_late(error):
                 raise
             self._publishing = _known(walk_blocking(self._preparation.again(), self._thread.call))
+        self._refitted = True
 
     def report(self) -> RefitReport:
         """What the daemon says of the refit, once the version is published."""
@@ -175,8 +177,9 @@ class PreparedRefit:
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         self.abort()
-        if self._publishing is not None and error_type is None:
-            self._publishing.result()
+        # What `refit` has raised the caller knows.
+        if self._refitted and error_type is None:
+            self.report()
 
 
 class AsyncPreparedRefit:
