@@ -91,9 +91,14 @@ class WaitingCopies(Generic[_Behind]):
             bell.stream.synchronize()
             self._ran.zero_()
             bell.hold(number)
-            launch("admit", 1, 1, self._cancelled, self._may_run, self._ran)
-            copies.start(self._may_run)
-            self.behind = enqueue()
+            try:
+                launch("admit", 1, 1, self._cancelled, self._may_run, self._ran)
+                copies.start(self._may_run)
+                self.behind = enqueue()
+            except BaseException:
+                # Nobody else would end the waiting.
+                self.settle()
+                raise
 
     def run(self) -> None:
         """Rings for a trainer that has not; `copies.wait()` then waits for the end."""
