@@ -51,6 +51,7 @@ ANSWERS: Mapping[str, dict[str, Any]] = {
     "refitd_open_source": OPENED,
     "refitd_begin": OPENED,
     "refitd_validate": OPENED,
+    "refitd_prepare": {"waiting": False},
     "refitd_abort": {"wrote": False},
     "refitd_cache_is_finite": {"finite": False},
     "refitd_digest": DIGEST,

@@ -12,9 +12,11 @@ from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import (
     BeginRefit,
     CommitRefit,
+    PrepareRefit,
     RefitBegan,
     RefitCommitted,
     RefitHeld,
+    RefitPrepared,
     RefitValidated,
     ValidateRefit,
 )
@@ -34,6 +36,11 @@ def states_of(scripted: ScriptedApp) -> list[EngineState]:
 async def beginning(scripted: ScriptedApp, kind: str) -> tuple[Session, asyncio.Task[Any]]:
     """A refit that stays open once it has begun; it has not, yet."""
     session, epoch = await scripted.writer()
+    if kind == "prepare":
+        source = await scripted.open(session, epoch)
+        return session, asyncio.create_task(
+            scripted.ask(session, PrepareRefit(epoch=epoch, source=source), RefitPrepared)
+        )
     if kind == "hold":
         source = await scripted.open(session, epoch)
         return session, asyncio.create_task(
@@ -44,7 +51,15 @@ async def beginning(scripted: ScriptedApp, kind: str) -> tuple[Session, asyncio.
 
 
 @pytest.mark.parametrize(
-    ("kind", "call"), [("hold", "freeze"), ("hold", "refitd_commit"), ("bucket", "freeze"), ("bucket", "refitd_begin")]
+    ("kind", "call"),
+    [
+        ("hold", "freeze"),
+        ("hold", "refitd_commit"),
+        ("bucket", "freeze"),
+        ("bucket", "refitd_begin"),
+        ("prepare", "freeze"),
+        ("prepare", "refitd_prepare"),
+    ],
 )
 def test_a_refit_that_is_just_beginning_does_not_stay_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, call: str
@@ -68,6 +83,29 @@ def test_a_refit_that_is_just_beginning_does_not_stay_open(
             assert await ended is ExitCode.OK
             before = EngineState.TORN if call == "refitd_commit" else EngineState.READY
             assert states == [EngineState.REFITTING, before, EngineState.DRAINING]
+
+    asyncio.run(run())
+
+
+def test_a_refit_that_is_prepared_is_aborted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its trainer is not waited for; the gate opens, so that requests that are running can end."""
+
+    async def run() -> None:
+        async with running_app(tmp_path, monkeypatch) as (scripted, ended):
+            states = states_of(scripted)
+            scripted.app.gate.enter()
+            _, preparing = await beginning(scripted, "prepare")
+            await preparing
+            thawed = scripted.llm.hold("thaw")
+            scripted.stop()
+            await thawed.begun.wait()
+            assert states == [EngineState.REFITTING, EngineState.READY]
+            scripted.llm.release()
+            scripted.app.gate.leave()
+            assert await ended is ExitCode.OK
+            assert states == [EngineState.REFITTING, EngineState.READY, EngineState.DRAINING]
+            assert scripted.llm.calls.index("refitd_abort") < scripted.llm.calls.index("thaw")
+            assert "refitd_commit" not in scripted.llm.calls
 
     asyncio.run(run())
 

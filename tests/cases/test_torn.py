@@ -92,6 +92,24 @@ def test_a_trainer_killed_mid_update_leaves_torn_weights_that_are_never_served(
         assert (sing(daemon)[0], daemon.status().digest) == (before[0], before[2])
 
 
+def test_a_prepared_refit_mends_torn_weights(unprotected: DaemonProcess, model: PreTrainedModel) -> None:
+    """All of them: a part is refused when it is prepared. Aborted, it leaves them as torn as they were."""
+    with unprotected.connect(bucket_bytes=SMALL_BUCKET_BYTES) as daemon:
+        with pytest.raises(RuntimeError, match="own bug"):
+            daemon.refit(failing_after(1, AFTER_THREE_BUCKETS), specs=specs_of())
+        assert daemon.status().state is EngineState.TORN
+        with pytest.raises(RefitdError) as partial:
+            daemon.prepare_refit(model, only=["model.norm.weight"])
+        assert partial.value.code is ErrorCode.TORN
+        with daemon.prepare_refit(model):
+            assert daemon.status().state is EngineState.REFITTING
+        assert daemon.status().state is EngineState.TORN
+        with daemon.prepare_refit(model) as prepared:
+            prepared.refit()
+        assert sing(daemon)[1] == prepared.version
+        assert daemon.verify(model, full=True)
+
+
 def test_a_trainer_killed_mid_update_is_mended_from_what_was_kept(
     daemon: Daemon, daemon_process: DaemonProcess, model: PreTrainedModel
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from refit_protocol.messages import (
     TokensGenerated,
     VersionRun,
 )
-from refit_trainer import Daemon, DaemonRestarted, DaemonUnreachable, RefitdError, SessionLost
+from refit_trainer import AsyncDaemon, Daemon, DaemonRestarted, DaemonUnreachable, RefitdError, SessionLost
 from tests.trainer.background import in_background
 from tests.trainer.peer import FINISHED, STATUS, Asked, Peer, begin_stream, endpoint_in, running, send_tokens
 
@@ -34,6 +35,21 @@ def test_heartbeats_come_while_idle(tmp_path: Path) -> None:
     with running(Peer(endpoint_in(tmp_path), heartbeat_seconds=0.05)) as peer, Daemon.connect(peer.endpoint):
         for _ in range(3):
             peer.heartbeats.get(timeout=10)
+
+
+def test_a_way_that_is_about_to_be_used_is_kept_in_use(peer: Peer) -> None:
+    """Long before the next heartbeat is due; what comes in the middle of it is answered as ever."""
+
+    async def run() -> None:
+        async with await AsyncDaemon.connect(peer.endpoint) as client:
+            with client.connection.attentive(60.0):
+                for _ in range(3):
+                    await asyncio.to_thread(peer.heartbeats.get, timeout=10)
+                asking = asyncio.create_task(client.manifest())
+                (await asyncio.to_thread(peer.next, GetManifest)).reply(Manifest(tensors=[]))
+                assert (await asking).tensors == []
+
+    asyncio.run(run())
 
 
 def test_silent_connection_is_given_up_and_opened_anew(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import torch
 
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.tensors import CudaIpcSegment, MemfdSegment
-from refitd.worker.memory import open_segment
+from refitd.worker.memory import map_memfd, open_segment
+from refitd.worker.opening import open_bell
 from tests.worker.trainers import ExportedMemory
 
 CPU = torch.device("cpu")
@@ -52,6 +53,27 @@ def test_unsealed_memory_is_refused() -> None:
         error = refusal(segment_of(memory))
     assert error.code is ErrorCode.MEMORY_UNAVAILABLE
     assert "F_SEAL_SHRINK" in error.message
+
+
+def test_what_is_rung_is_written_and_checked_like_memory_that_is_read() -> None:
+    """Both sides see each other's words; unsealed memory is refused here too."""
+    with ExportedMemory(4096) as memory:
+        mapped = map_memfd(segment_of(memory), writable=True)
+        mapped[64] = 7
+        memory.data[65] = 8
+        assert (int(memory.data[64]), mapped[65]) == (7, 8)
+        with pytest.raises(TypeError):
+            map_memfd(segment_of(memory))[64] = 7
+        mapped.close()
+    with ExportedMemory(4096, seals=0) as memory, pytest.raises(ProtocolError) as refused:
+        map_memfd(segment_of(memory), writable=True)
+    assert refused.value.code is ErrorCode.MEMORY_UNAVAILABLE
+
+
+def test_a_processor_waits_for_no_bell() -> None:
+    """Whatever it is: nothing is opened."""
+    assert open_bell(MemfdSegment(pid=1, fd=10**6, inode=1, size_bytes=4096), 0, CPU) is None
+    assert open_bell(None, 0, CPU) is None
 
 
 def test_another_inode_is_refused() -> None:

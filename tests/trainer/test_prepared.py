@@ -1,0 +1,354 @@
+"""Prepared refits as the daemon sees them: what is rung and said in which order, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from refit_protocol.bell import BELL_BYTES
+from refit_protocol.errors import ErrorCode
+from refit_protocol.messages import (
+    AbortRefit,
+    AcquireWriter,
+    CommitRefit,
+    FinishRefit,
+    OpenSource,
+    PrepareRefit,
+    RefitAborted,
+    RefitCommitted,
+    RefitPrepared,
+    ReleaseWriter,
+    SourceOpened,
+    WriterAcquired,
+    WriterReleased,
+)
+from refit_protocol.tensors import MemfdSegment
+from refit_trainer import (
+    AsyncDaemon,
+    ClientClosed,
+    Daemon,
+    DaemonUnreachable,
+    RefitdError,
+    one_refit,
+    share_parameters,
+    writer,
+)
+from refit_trainer.memory import Memfd
+from refit_trainer.sharing import shared_module
+from tests.trainer.background import in_background
+from tests.trainer.peer import Asked, Peer
+from tests.trainer.test_staging import REPORT
+
+EPOCH, SOURCE, REFIT, RING, WORKERS = 7, 1, 5, 17, 2
+
+
+class ListedBell:
+    """Writes down what is asked of it; the daemon's part is read from the same list."""
+
+    def __init__(self) -> None:
+        self._memfd = Memfd("bell", BELL_BYTES)
+        self.said: list[object] = []
+        self.failure: Exception | None = None
+        self.ring_failure: Exception | None = None
+        self.has_arrived = False
+
+    @property
+    def segment(self) -> MemfdSegment:
+        return self._memfd.segment
+
+    def make_ready(self) -> None:
+        self.said.append("ready")
+        if self.failure is not None:
+            raise self.failure
+
+    def ring(self, number: int, workers: int) -> None:
+        self.said.append((number, workers))
+        if self.ring_failure is not None:
+            raise self.ring_failure
+
+    def await_ringing(self) -> None:
+        self.said.append("awaited")
+
+    def arrived(self, number: int, workers: int) -> bool:
+        assert (number, workers) == (RING, WORKERS)
+        return self.has_arrived
+
+
+class Answering:
+    """A daemon that does everything at once, unless told to refuse."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.asked: list[Any] = []
+        self.refuses: dict[type, ErrorCode] = {}
+        self.silent: set[type] = set()
+        self.unanswered: list[Asked] = []
+        self.came = threading.Semaphore(0)
+        self.bell = ListedBell()
+        self.ring: int | None = RING
+        peer.answer = self._answer
+
+    def since_prepared(self) -> list[type]:
+        kinds = [type(body) for body in self.asked]
+        return kinds[kinds.index(PrepareRefit) + 1 :]
+
+    def _answer(self, asked: Asked) -> None:
+        kind = type(asked.body)
+        self.asked.append(asked.body)
+        self.bell.said.append(kind.__name__)
+        if kind in self.silent:
+            self.unanswered.append(asked)
+            self.came.release()
+        elif kind in self.refuses:
+            asked.fail(self.refuses[kind])
+        else:
+            asked.reply(self._answer_to(kind))
+
+    def _answer_to(self, kind: type) -> Any:
+        return {
+            AcquireWriter: WriterAcquired(epoch=EPOCH),
+            ReleaseWriter: WriterReleased(),
+            OpenSource: SourceOpened(source=SOURCE, path="plan", tensors=1, size_bytes=1, unplanned=[]),
+            PrepareRefit: RefitPrepared(refit=REFIT, version=4, ring=self.ring, workers=WORKERS),
+            FinishRefit: RefitCommitted(report=REPORT),
+            CommitRefit: RefitCommitted(report=REPORT),
+            AbortRefit: RefitAborted(refit=REFIT, state="ready", version=3),  # type: ignore[arg-type]
+        }[kind]
+
+
+@pytest.fixture
+def daemon(peer: Peer) -> Answering:
+    return Answering(peer)
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    return share_parameters(torch.nn.Linear(2, 2))
+
+
+@pytest.fixture
+def rung(daemon: Answering, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> ListedBell:
+    """The model's memory has a bell, as it would have on a GPU."""
+    shared = shared_module(model)
+    assert shared is not None
+    monkeypatch.setattr(shared.memory, "bell", lambda: daemon.bell)
+    return daemon.bell
+
+
+def test_the_options_are_sent_with_what_prepares(client: Daemon, daemon: Answering, model: torch.nn.Module) -> None:
+    """What finishes it says nothing but which it is."""
+    with client.prepare_refit(model, policy="abort", version=9, only=["weight"], hold_seconds=2.5) as prepared:
+        prepared.refit()
+    sent = {type(body): body for body in daemon.asked}
+    prepare = sent[PrepareRefit]
+    assert (prepare.epoch, prepare.source, prepare.policy, prepare.version) == (EPOCH, SOURCE, "abort", 9)
+    assert (prepare.only, prepare.hold_seconds) == (["weight"], 2.5)
+    assert sent[FinishRefit] == FinishRefit(epoch=EPOCH, refit=REFIT)
+
+
+def test_the_bell_is_rung_before_anything_is_sent(
+    client: Daemon, daemon: Answering, rung: ListedBell, model: torch.nn.Module
+) -> None:
+    """And made ready while there is time; the source is opened with it once."""
+    for _ in range(2):
+        with client.prepare_refit(model) as prepared:
+            prepared.refit()
+    once = ["PrepareRefit", "ready", (RING, WORKERS), "FinishRefit"]
+    said = [said for said in rung.said if said != "awaited"]
+    assert said == ["AcquireWriter", "OpenSource", *once, *once]
+    opened = next(body for body in daemon.asked if isinstance(body, OpenSource))
+    assert opened.bell == rung.segment
+
+
+def test_nothing_is_rung_where_nothing_waits(
+    client: Daemon, daemon: Answering, rung: ListedBell, model: torch.nn.Module
+) -> None:
+    """Nor where it is aborted."""
+    with client.prepare_refit(model):
+        pass
+    daemon.ring = None
+    with client.prepare_refit(model) as prepared:
+        prepared.refit()
+    assert not [said for said in rung.said if isinstance(said, tuple)]
+
+
+def test_a_bell_that_cannot_be_made_ready_ends_the_refit(
+    client: Daemon, daemon: Answering, rung: ListedBell, model: torch.nn.Module
+) -> None:
+    """The engine does not stand still for a trainer that will not come."""
+    rung.failure = RuntimeError("no device")
+    with pytest.raises(RuntimeError, match="no device"):
+        client.prepare_refit(model)
+    assert daemon.since_prepared() == [AbortRefit]
+    assert client.refit(model) == REPORT
+
+
+def test_a_bell_that_cannot_be_rung_ends_the_refit(
+    client: Daemon, daemon: Answering, rung: ListedBell, model: torch.nn.Module
+) -> None:
+    rung.ring_failure = RuntimeError("an illegal address")
+    with pytest.raises(RuntimeError, match="illegal"), client.prepare_refit(model) as prepared:
+        prepared.refit()
+    assert daemon.since_prepared() == [AbortRefit]
+    assert client.refit(model) == REPORT
+
+
+def test_what_the_workers_say_by_the_bell_is_enough(
+    client: Daemon, daemon: Answering, rung: ListedBell, model: torch.nn.Module
+) -> None:
+    """The parameters may be written again before the daemon has answered, which leaving the block waits for. Whatever
+    is asked for meanwhile comes behind it."""
+    rung.has_arrived = True
+    daemon.silent.add(FinishRefit)
+    with client.prepare_refit(model) as prepared:
+        prepared.refit()
+        daemon.came.acquire()
+        refitting, outcome = in_background(client.refit, model)
+        assert daemon.since_prepared() == [FinishRefit]
+        daemon.unanswered[0].reply(RefitCommitted(report=REPORT))
+    assert prepared.report() == REPORT
+    refitting.join()
+    assert outcome == [REPORT]
+    assert daemon.since_prepared() == [FinishRefit, CommitRefit]
+
+
+def test_what_fails_behind_the_bell_is_raised_when_the_block_is_left(
+    client: Daemon, daemon: Answering, rung: ListedBell, model: torch.nn.Module
+) -> None:
+    rung.has_arrived = True
+    daemon.refuses[FinishRefit] = ErrorCode.ENGINE_DEAD
+    with pytest.raises(RefitdError) as failed, client.prepare_refit(model) as prepared:
+        prepared.refit()
+    assert failed.value.code is ErrorCode.ENGINE_DEAD
+
+
+def test_closing_waits_for_no_refit(client: Daemon, daemon: Answering, model: torch.nn.Module) -> None:
+    daemon.silent.add(FinishRefit)
+    refitting, outcome = in_background(client.prepare_refit(model).refit)
+    daemon.came.acquire()
+    client.close()
+    refitting.join()
+    assert isinstance(outcome[0], ClientClosed)
+
+
+def test_leaving_the_block_withdraws_it_once(client: Daemon, daemon: Answering, model: torch.nn.Module) -> None:
+    with client.prepare_refit(model) as prepared:
+        prepared.abort()
+    assert daemon.since_prepared() == [AbortRefit]
+
+
+@pytest.mark.parametrize("code", [ErrorCode.UNKNOWN_REFIT, ErrorCode.STALE_EPOCH, ErrorCode.NO_SESSION])
+def test_what_an_abort_is_answered_with_does_not_matter(
+    client: Daemon, daemon: Answering, model: torch.nn.Module, code: ErrorCode
+) -> None:
+    """The daemon had ended it by itself; what the block raised is what its caller sees."""
+    daemon.refuses[AbortRefit] = code
+    with pytest.raises(ZeroDivisionError), client.prepare_refit(model):
+        raise ZeroDivisionError
+    assert daemon.since_prepared() == [AbortRefit]
+
+
+def test_what_comes_too_late_is_one_more_refit(client: Daemon, daemon: Answering, model: torch.nn.Module) -> None:
+    """With the options it was prepared with."""
+    daemon.refuses[FinishRefit] = ErrorCode.UNKNOWN_REFIT
+    with client.prepare_refit(model, policy="finish", only=["weight"], hold_seconds=1.0) as prepared:
+        prepared.refit()
+    assert prepared.report() == REPORT
+    commit = daemon.asked[-1]
+    assert isinstance(commit, CommitRefit)
+    assert (commit.policy, commit.only) == ("finish", ["weight"])
+
+
+@pytest.mark.parametrize("code", [ErrorCode.STALE_EPOCH, ErrorCode.ATTEST_FAILED, ErrorCode.TORN])
+def test_other_failures_are_raised(client: Daemon, daemon: Answering, model: torch.nn.Module, code: ErrorCode) -> None:
+    """Once, and whenever the report is asked for; the role is free for the next refit."""
+    daemon.refuses[FinishRefit] = code
+    with client.prepare_refit(model) as prepared, pytest.raises(RefitdError) as failed:
+        prepared.refit()
+    assert failed.value.code is code
+    with pytest.raises(RefitdError, match=code):
+        prepared.report()
+    assert CommitRefit not in daemon.since_prepared()
+    assert client.refit(model) == REPORT
+
+
+@pytest.mark.parametrize("command", [PrepareRefit, FinishRefit])
+def test_an_interrupted_trainer_has_ended_it(
+    client: Daemon, daemon: Answering, model: torch.nn.Module, command: type
+) -> None:
+    """By its number where it has one, else with the role that it hangs on."""
+    daemon.silent.add(command)
+
+    def interrupt() -> None:
+        daemon.came.acquire()
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+
+    interrupting, _ = in_background(interrupt)
+    with pytest.raises(KeyboardInterrupt), client.prepare_refit(model) as prepared:
+        prepared.refit()
+    interrupting.join()
+    assert daemon.since_prepared() == ([ReleaseWriter] if command is PrepareRefit else [FinishRefit, AbortRefit])
+    daemon.silent.clear()
+    assert client.refit(model) == REPORT
+
+
+@pytest.mark.parametrize("command", [PrepareRefit, FinishRefit])
+def test_a_cancelled_trainer_has_ended_it(peer: Peer, daemon: Answering, model: torch.nn.Module, command: type) -> None:
+    daemon.silent.add(command)
+
+    async def run() -> None:
+        async with await AsyncDaemon.connect(peer.endpoint) as client:
+
+            async def refit() -> None:
+                async with await client.prepare_refit(model) as prepared:
+                    await prepared.refit()
+
+            refitting = asyncio.create_task(refit())
+            await asyncio.to_thread(daemon.came.acquire)
+            refitting.cancel()
+            await asyncio.wait({refitting})
+            assert refitting.cancelled()
+            ends = [ReleaseWriter] if command is PrepareRefit else [FinishRefit, AbortRefit]
+            assert daemon.since_prepared() == ends
+            assert await client.refit(model) == REPORT
+
+    asyncio.run(run())
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that broke is soon given up."""
+    for module in (one_refit, writer):
+        monkeypatch.setattr(module, "RECONNECT_SECONDS", 0.05)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_block_is_left_without_waiting_for_a_daemon_that_is_gone(
+    peer: Peer, client: Daemon, daemon: Answering, model: torch.nn.Module
+) -> None:
+    """It has ended the refit with itself; what the block raised is what its caller sees."""
+    prepared = client.prepare_refit(model)
+    peer.stop()
+    with pytest.raises(ZeroDivisionError), prepared:
+        raise ZeroDivisionError
+    assert not daemon.since_prepared()
+    peer.start()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_refit_whose_daemon_goes_is_ended(
+    peer: Peer, client: Daemon, daemon: Answering, model: torch.nn.Module
+) -> None:
+    """What became of it is not known, and no ordinary refit comes behind it."""
+    daemon.silent.add(FinishRefit)
+    refitting, outcome = in_background(client.prepare_refit(model).refit)
+    daemon.came.acquire()
+    peer.stop()
+    refitting.join()
+    assert isinstance(outcome[0], DaemonUnreachable)
+    assert daemon.since_prepared() == [FinishRefit]
+    peer.start()
