@@ -226,6 +226,36 @@ def test_what_fails_behind_the_bell_is_raised_when_the_block_is_left(
     assert failed.value.code is ErrorCode.ENGINE_DEAD
 
 
+def test_it_waits_for_no_refit_that_waits_for_it(client: Daemon, daemon: Answering, model: torch.nn.Module) -> None:
+    """One of another thread, between two of its steps: the next one comes behind this refit."""
+    role, thread = client._daemon._role, client._thread
+    with client.prepare_refit(model) as prepared:
+        thread.call(role.enter(10.0))
+        prepared.refit()
+        thread.call(role.leave())
+    assert prepared.report() == REPORT
+
+
+@pytest.mark.parametrize("lost", ["the role", "the session"])
+def test_what_has_ended_with_the_role_is_one_more_refit(
+    client: Daemon, daemon: Answering, model: torch.nn.Module, lost: str
+) -> None:
+    """Given up by the same client, or gone with a session whose lease ran out."""
+    with client.prepare_refit(model) as prepared:
+        if lost == "the role":
+            client.release_writer()
+        else:
+            client._daemon._role._session = "the one before"
+        prepared.refit()
+    assert prepared.report() == REPORT
+    assert [kind for kind in daemon.since_prepared() if kind is not ReleaseWriter] == [
+        AbortRefit,
+        AcquireWriter,
+        OpenSource,
+        CommitRefit,
+    ]
+
+
 def test_closing_waits_for_no_refit(client: Daemon, daemon: Answering, model: torch.nn.Module) -> None:
     daemon.silent.add(FinishRefit)
     refitting, outcome = in_background(client.prepare_refit(model).refit)

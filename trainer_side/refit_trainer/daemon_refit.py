@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal
 
+from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import (
     ApplyBucket,
     BucketApplied,
@@ -23,6 +24,7 @@ from refit_protocol.messages import (
 from refit_protocol.tensors import SourceTensor, TensorShape
 from refit_trainer.backends import Bell, Buckets, ExportedMemory
 from refit_trainer.connection import Connection
+from refit_trainer.errors import RefitdError
 from refit_trainer.one_refit import OneRefit
 from refit_trainer.refits import CommitOptions
 from refit_trainer.steps import Steps
@@ -102,10 +104,11 @@ class DaemonRefit(OneRefit):
         return prepared
 
     async def publish_prepared(self) -> RefitReport:
-        await self.enter()
-        report = await self.finish()
-        await self.leave()
-        return report
+        """Waits for no other refit of this session, which may be waiting for this one. Raises `unknown_refit` where it
+        has ended."""
+        if not self._role.holds(self._epoch):
+            raise RefitdError("the refit has ended with the writer's role", code=ErrorCode.UNKNOWN_REFIT)
+        return await self.finish()
 
     async def withdraw(self) -> None:
         """Nothing if it is over already. Needs no role: a daemon to which we are the writer no more has ended it."""

@@ -106,6 +106,10 @@ class WriterRole:
         """A coroutine so that it runs on the loop, whichever thread asks for it."""
         self._lock.release()
 
+    def holds(self, epoch: int) -> bool:
+        """False where it is known to have been lost since this epoch was entered."""
+        return self._epoch == epoch and self._session == self._connection.welcome.session
+
     def note(self, error: BaseException) -> None:
         """What a refit failed with may mean that the role is lost."""
         if isinstance(error, RefitdError) and error.code in _ROLE_LOST:
