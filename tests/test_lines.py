@@ -13,7 +13,9 @@ import msgspec
 import pytest
 
 from refitd.lines import MAX_MESSAGE_BYTES, LineClosedError, Lines, encoded, open_lines
+from refitd.worker.boundary import Turns
 from refitd.worker.line import open_line
+from tests.waiting import until
 
 
 @dataclass
@@ -125,6 +127,47 @@ def test_calls_wait_in_order_for_a_worker_that_has_no_room_for_more() -> None:
             lines.close()
         assert answers == [{"number": number, "length": 60_000} for number in range(40)]
 
+    asyncio.run(scenario())
+
+
+class Patient(Rank):
+    """A worker whose calls wait for what the test lets happen, in turns."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.begun: list[int] = []
+        self.may_end = {number: threading.Event() for number in range(3)}
+
+    def refitd_apply_in_turns(self, number: int) -> Turns:
+        self.begun.append(number)
+        while not self.may_end[number].is_set():
+            yield
+        return {"number": number}
+
+    def refitd_begun(self) -> dict[str, Any]:
+        return {"begun": self.begun}
+
+
+def test_a_call_that_waits_lets_the_next_one_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the answers come in the order of the calls, whichever ends first; a call that takes no turns is the last."""
+
+    async def scenario() -> None:
+        worker = Patient()
+        lines = await opened(worker)
+        try:
+            calls = [lines.call(message("refitd_apply", number)) for number in range(3)]
+            behind = lines.call(message("refitd_begun"))
+            await asyncio.to_thread(until, lambda: len(worker.begun) == 3, "all three to begin")
+            for number in (2, 1):
+                worker.may_end[number].set()
+            assert not any(call.done() for call in [*calls, behind])
+            worker.may_end[0].set()
+            assert [answer["number"] for [answer] in await asyncio.gather(*calls)] == [0, 1, 2]
+            assert (await behind)[0]["begun"] == [0, 1, 2]
+        finally:
+            lines.close()
+
+    monkeypatch.setattr("refitd.worker.line.AWAKE_SECONDS", 0.001)
     asyncio.run(scenario())
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal
 
+from refit_protocol.awake import awake
 from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import (
     ApplyBucket,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -29,7 +29,7 @@ class Buckets(Protocol):
 
     def typed(self, segment: int, dtype: DType) -> torch.Tensor: ...
 
-    def wait_until_written(self, segment: int | None = None) -> None: ...
+    def turns_until_written(self, segment: int) -> Iterator[None]: ...
 
     def close(self) -> None: ...
 
@@ -241,25 +241,41 @@ class BucketRefit:
             if name in announced.loader_tensors or name in weights.aliases
         }
         self.size_bytes = 0
+        self._begun = 0
 
-    def accept(self, pieces: Pieces) -> None:
-        """Raises `invalid_descriptor` for elements that came before; nothing is read yet."""
+    def accept(self, pieces: Pieces) -> int:
+        """The how-manieth bucket it is. Raises `invalid_descriptor` for elements that came before; nothing is read
+        yet."""
         self._arrivals.add(pieces)
+        return len(self._arrivals.came) - 1
 
-    def wait_until_written(self, bucket: int) -> None:
-        self.source.segments.wait_until_written(bucket)
+    def turns_until_written(self, number: int, bucket: int) -> Iterator[None]:
+        """Yields until the trainer's writes to this bucket, the `number`th, can be read, and all before it are on their
+        way."""
+        yield from self.source.segments.turns_until_written(bucket)
+        while self._begun < number:
+            yield
 
-    def copy(self, bucket: int, pieces: Pieces) -> int:
-        """Reads the whole bucket, which may be overwritten afterwards; returns the bytes that went into the engine."""
+    def copy_in_turns(self, bucket: int, pieces: Pieces) -> Generator[None, None, int]:
+        """Reads the whole bucket, which may be overwritten afterwards; yields until then, and returns the bytes that
+        went into the engine."""
         program = self.source.program(self._weights, self.announced, bucket, pieces)
-        program.run()
+        self._begun += 1
+        program.start()
         staged = [piece for piece in pieces if piece.name in self._staged]
         for piece in staged:
             self._stage(bucket, piece)
         if staged:
             wait_for_stream(self._weights.device)
         self.size_bytes += program.size_bytes
+        while not program.has_arrived():
+            yield
         return program.size_bytes
+
+    def copy(self, bucket: int, pieces: Pieces) -> None:
+        """The same at once, of a bucket that was written by this process."""
+        for _ in self.copy_in_turns(bucket, pieces):
+            pass
 
     @property
     def has_written(self) -> bool:

@@ -51,6 +51,9 @@ class CopyProgram:
     def run(self) -> None:
         self.start()
 
+    def has_arrived(self) -> bool:
+        return True
+
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
         """`start` has already waited for its threads."""
 

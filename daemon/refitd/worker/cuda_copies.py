@@ -53,6 +53,9 @@ class DeviceCopies:
         self.start()
         self.wait()
 
+    def has_arrived(self) -> bool:
+        return bool(self._arrived.query())
+
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
         while meanwhile is not None and not self._arrives_within(MEANWHILE_SECONDS):
             meanwhile()
@@ -60,7 +63,7 @@ class DeviceCopies:
 
     def _arrives_within(self, seconds: float) -> bool:
         until = time.perf_counter() + seconds
-        while not self._arrived.query():
+        while not self.has_arrived():
             if time.perf_counter() > until:
                 return False
         return True

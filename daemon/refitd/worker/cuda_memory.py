@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,7 @@ WRITTEN_TIMEOUT_SECONDS = 60.0
 _POLL_SECONDS = 50e-6
 # A bucket takes less than that: a sleep, which lasts twice as long as is asked for, would be a good part of it.
 _AWAKE_SECONDS = 2e-3
+_LOOK_SECONDS = 0.005
 _LAZY_PEER_ACCESS = 1
 
 
@@ -36,20 +38,28 @@ class TrainerEvent:
             raise _unavailable(segment, f"has an event that cannot be opened: {error}") from error
 
     def wait(self) -> None:
-        """Returns when all work before the trainer's last record is done; raises `memory_unavailable` if it cannot be.
+        """Returns when all work before the last record is done; raises `memory_unavailable` if it never is."""
+        asleep_after = time.monotonic() + _AWAKE_SECONDS
+        for _ in self.turns():
+            if time.monotonic() > asleep_after:
+                time.sleep(_POLL_SECONDS)
+
+    def turns(self) -> Iterator[None]:
+        """One for each time that it was not done yet.
 
         Polled, because a stream that waits for the event of a killed process would wait for ever.
         """
-        began = time.monotonic()
+        deadline = time.monotonic() + WRITTEN_TIMEOUT_SECONDS
+        look = time.monotonic() + _LOOK_SECONDS
         while not self._event.query():
-            waited_seconds = time.monotonic() - began
-            if waited_seconds < _AWAKE_SECONDS:
-                continue
-            if not _alive(self._segment.pid):
-                raise _unavailable(self._segment, "was still being written when its process died")
-            if waited_seconds > WRITTEN_TIMEOUT_SECONDS:
+            now = time.monotonic()
+            if now > look:
+                look = now + _LOOK_SECONDS
+                if not _alive(self._segment.pid):
+                    raise _unavailable(self._segment, "was still being written when its process died")
+            if now > deadline:
                 raise _unavailable(self._segment, f"was still being written after {WRITTEN_TIMEOUT_SECONDS:g} s")
-            time.sleep(_POLL_SECONDS)
+            yield
 
 
 class CudaIpcMapping:

@@ -18,7 +18,7 @@ from refit_protocol.tensors import BucketPiece, MemfdSegment, Segment, SourceTen
 from refitd.worker import commit, kv_cache
 from refitd.worker.adapters import load_adapter
 from refitd.worker.attest import Attest
-from refitd.worker.boundary import Answer, answered
+from refitd.worker.boundary import Answer, Turns, answered, answered_in_turns, to_the_end
 from refitd.worker.buckets import BucketRefit, BucketSource
 from refitd.worker.collective import GroupAddress, Joining
 from refitd.worker.completion import Clock, complete
@@ -237,15 +237,25 @@ class RefitWorkerExtension:
         Errors: `invalid_descriptor` for elements that came before; this bucket has then not been read. Any error ends
         the refit: buckets that were sent behind this one are not written any more.
         """
+        return to_the_end(self.refitd_bucket_turns(bucket, pieces))
+
+    @answered_in_turns
+    def refitd_apply_bucket_in_turns(self, bucket: int, pieces: list[dict[str, Any]]) -> Turns:
+        """The same, so that the next bucket is looked at while this one is copied."""
+        return self.refitd_bucket_turns(bucket, pieces)
+
+    def refitd_bucket_turns(self, bucket: int, pieces: list[dict[str, Any]]) -> Turns:
         # Nothing moves while the gate is shut, and it has been since the refit was begun.
         state = self.refitd_state(look_again=False)
         refit = state.refit_under_way()
         layout = tuple(msgspec.convert(pieces, list[BucketPiece]))
         try:
-            refit.accept(layout)
-            refit.wait_until_written(bucket)
+            number = refit.accept(layout)
+            for _ in refit.turns_until_written(number, bucket):
+                yield
+                state.require_under_way(refit)
             state.before_write(engine_stands=refit.has_written)
-            return {"bytes": refit.copy(bucket, layout)}
+            return {"bytes": (yield from refit.copy_in_turns(bucket, layout))}
         except BaseException:
             state.refit = None
             raise

@@ -6,19 +6,24 @@ the call itself. This one wakes two.
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
+import time
+from collections import deque
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 import torch
 
-from refitd.worker.boundary import Answer
+from refitd.worker.boundary import PAUSE_SECONDS, Answer, Turns
 
 MAX_MESSAGE_BYTES = 64 << 10
 # What a piece of an answer begins with.
 MORE, LAST = b"\0", b"\1"
+# How long a wait is watched without a pause: longer than a device takes to copy a bucket.
+AWAKE_SECONDS = 0.01
 # Characters, of up to four bytes.
 MAX_TEXT = 8 << 10
 
@@ -40,10 +45,63 @@ def _serve(worker: Any, line: socket.socket) -> None:
         torch.cuda.set_device(worker.device)
     # The daemon may hang up in the middle of a call, whose answer nobody wants then.
     with line, suppress(ConnectionError):
-        while message := line.recv(MAX_MESSAGE_BYTES):
+        calls = _Calls(line)
+        while message := calls.next_message():
             method, arguments = msgspec.msgpack.decode(message, type=tuple[str, list[Any]])
             assert method.startswith("refitd_"), "the daemon calls the extension's methods only"
-            _send(line, _message(getattr(worker, method)(*arguments)))
+            in_turns = getattr(worker, f"{method}_in_turns", None)
+            if in_turns is not None:
+                calls.begin(in_turns(*arguments))
+            else:
+                calls.finish()
+                _send(line, _message(getattr(worker, method)(*arguments)))
+
+
+class _Calls:
+    """Those under way, in the order in which they came and are answered: while one waits for the device, the next one
+    gets as far as it can."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+        self._poll = select.poll()
+        self._poll.register(line, select.POLLIN)
+        self._under_way: deque[_Call] = deque()
+        self._patient_until = 0.0
+
+    def next_message(self) -> bytes:
+        while self._under_way and not self._poll.poll(0):
+            self._take_turns()
+        return self._line.recv(MAX_MESSAGE_BYTES)
+
+    def begin(self, turns: Turns) -> None:
+        self._under_way.append(_Call(turns))
+        self._patient_until = time.monotonic() + AWAKE_SECONDS
+
+    def finish(self) -> None:
+        while self._under_way:
+            self._take_turns()
+
+    def _take_turns(self) -> None:
+        for call in self._under_way:
+            call.take_turn()
+        while self._under_way and (answer := self._under_way[0].answer) is not None:
+            _send(self._line, _message(answer))
+            self._under_way.popleft()
+        if time.monotonic() > self._patient_until:
+            time.sleep(PAUSE_SECONDS)
+
+
+class _Call:
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self.answer: Answer | None = None
+
+    def take_turn(self) -> None:
+        if self.answer is None:
+            try:
+                next(self._turns)
+            except StopIteration as done:
+                self.answer = done.value
 
 
 def _send(line: socket.socket, message: bytes) -> None:

@@ -7,6 +7,7 @@ import mmap
 import os
 import stat
 import warnings
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +26,9 @@ class Written(Protocol):
 
     def wait(self) -> None:
         """Raises `memory_unavailable` if it will not come."""
+
+    def turns(self) -> Iterator[None]:
+        """The same for whoever has other things to do: yields as long as it has not come."""
 
 
 class Mapping(Protocol):

@@ -20,8 +20,11 @@ class Program(Protocol):
         """Returns when every byte has arrived; at once if nothing was started. `meanwhile`, which is short, is called
         now and then."""
 
+    def has_arrived(self) -> bool:
+        """Whether `wait` would return at once."""
+
     def run(self) -> None:
-        """Both."""
+        """Starts and waits."""
 
 
 def copy_program(copies: Sequence[Copy]) -> Program:

@@ -74,8 +74,9 @@ class FileBucket:
             self._typed[dtype] = self._data.view(torch_dtype(dtype))
         return self._typed[dtype]
 
-    def wait_until_written(self, _segment: int | None = None) -> None:
-        return None
+    def turns_until_written(self, _segment: int) -> Iterator[None]:
+        """This process has written it."""
+        return iter(())
 
     def close(self) -> None:
         self._typed.clear()

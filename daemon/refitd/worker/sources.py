@@ -64,13 +64,17 @@ class Segments:
             self._typed[key] = data[: data.shape[0] // item_bytes * item_bytes].view(torch_dtype(dtype))
         return self._typed[key]
 
-    def wait_until_written(self, segment: int | None = None) -> None:
-        """Until the trainer's writes so far, to one segment or all, can be read; raises `memory_unavailable` if they
-        never end."""
-        awaited = self._mappings.values() if segment is None else [self._mapping(segment)]
-        for written in {id(mapping.written): mapping.written for mapping in awaited}.values():
+    def wait_until_written(self) -> None:
+        """Until the trainer's writes so far can be read; raises `memory_unavailable` if they never end."""
+        for written in {id(mapping.written): mapping.written for mapping in self._mappings.values()}.values():
             if written is not None:
                 written.wait()
+
+    def turns_until_written(self, segment: int) -> Iterator[None]:
+        """The same for one segment, in turns: yields as long as it cannot be read."""
+        written = self._mapping(segment).written
+        if written is not None:
+            yield from written.turns()
 
     def close(self) -> None:
         self._typed.clear()

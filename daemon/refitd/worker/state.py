@@ -101,6 +101,11 @@ class WorkerState:
             raise ProtocolError(ErrorCode.UNKNOWN_REFIT, "no bucket refit is under way")
         return self.refit
 
+    def require_under_way(self, refit: BucketRefit) -> None:
+        """Raises `unknown_refit` where it has been ended meanwhile."""
+        if self.refit is not refit:
+            raise ProtocolError(ErrorCode.UNKNOWN_REFIT, "the refit was ended by a bucket before this one")
+
     def joined(self, source_id: int | str, *, planned: bool) -> CollectiveSource | None:
         """The source, once its group is complete. Raises what joining it failed with."""
         before = self.sources.get(source_id)
