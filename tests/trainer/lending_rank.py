@@ -36,7 +36,7 @@ def main(endpoint: str, directory: str, rank: str, world_size: str) -> None:
         say("connected")
         for line in sys.stdin:
             try:
-                say(refit(daemon, model).version if line == "refit\n" else daemon.digest().version)
+                say(refit(daemon, model).version if line == "refit\n" else daemon.manifest().tensors)
             except (RefitdError, KeyboardInterrupt) as error:
                 say(type(error).__name__)
     dist.destroy_process_group()

@@ -126,7 +126,7 @@ def test_restart_is_told_on_all_ranks_at_once(peer: Peer, ranks: Ranks, *, told:
     commit_all(peer, ranks)
     restart(peer)
     if told:
-        tell(ranks[0], "digest")
+        tell(ranks[0], "manifest")
         assert said(ranks[0]) == "DaemonRestarted"
     begin_refit(ranks)
     if told:
