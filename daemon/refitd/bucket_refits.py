@@ -37,7 +37,7 @@ from refitd.open_refit import OpenRefit, unknown_refit
 from refitd.open_window import OpenWindow
 from refitd.running import Running
 from refitd.sessions import Answer, Call, Session
-from refitd.source import Source
+from refitd.source import MAX_LAYOUTS, Source
 from refitd.sources import Sources
 from refitd.terms import ticket_for
 
@@ -94,7 +94,7 @@ class BucketRefits:
                 timeout_seconds=self._config.refit.deadline_seconds,
                 direct=source.replayed,
             )
-            source.announced = refit.announced
+            source.announce(refit.announced)
         return refit
 
     # --- in buckets ---------------------------------------------------------------------------------------------------
@@ -105,9 +105,12 @@ class BucketRefits:
         refit = self._window.under_way(call.owner, body.epoch, body.refit)
         refit.require_unfinished()
         refit.source.require("bucket")
-        self._check_pieces(refit, body)
+        if known := body.layout is not None and not body.pieces:
+            refit.source.require_layout(body.layout, body.bucket)
+        else:
+            self._check_pieces(refit, body)
         # Nothing to write must not count as having written.
-        empty = not any(piece.count for piece in body.pieces)
+        empty = not known and not any(piece.count for piece in body.pieces)
         size_bytes = 0 if empty else await self._running.to_its_end(self._apply(refit, body))
         yield Answer(BucketApplied(refit=refit.id, bucket=body.bucket, size_bytes=size_bytes))
 
@@ -115,6 +118,9 @@ class BucketRefits:
         limit = self._config.server.max_bucket_pieces
         if len(body.pieces) > limit:
             raise ProtocolError(ErrorCode.LIMIT_EXCEEDED, f"{len(body.pieces)} pieces, at most {limit}", limit=limit)
+        if body.layout is not None and not 0 <= body.layout < MAX_LAYOUTS:
+            message = f"layout {body.layout} is not in 0..{MAX_LAYOUTS - 1}"
+            raise ProtocolError(ErrorCode.LIMIT_EXCEEDED, message, limit=MAX_LAYOUTS)
         check_pieces(body.pieces, refit.announced, refit.source.bucket_bytes(body.bucket))
 
     async def _apply(self, refit: OpenRefit, body: ApplyBucket) -> int:
@@ -126,6 +132,8 @@ class BucketRefits:
         async with self._window.ended_by_failure(refit):
             answers = await applied
         self._window.require(refit)
+        if body.layout is not None:
+            refit.source.layouts[body.layout] = body.bucket
         return sum(int(answer["bytes"]) for answer in answers)
 
     def _send(self, refit: OpenRefit, body: ApplyBucket) -> asyncio.Task[list[dict[str, Any]]]:
@@ -135,6 +143,7 @@ class BucketRefits:
                 "refitd_apply_bucket",
                 body.bucket,
                 [msgspec.to_builtins(piece) for piece in body.pieces],
+                body.layout,
                 timeout_seconds=self._config.refit.deadline_seconds,
                 writes=True,
                 direct=True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from refit_protocol.broadcast import BroadcastLayout
@@ -19,12 +19,16 @@ COMMANDS = {
 }
 
 
+MAX_LAYOUTS = 4096
+
+
 @dataclass(eq=False)
 class Source:
     """Known to the workers under the same id; `replayed` once a refit from it was plain copies alone.
 
     `session` is the writer's; a `group` has other ranks of the trainer, which lend memory too. `broadcasts` are those
-    of a collective source's last refit.
+    of a collective source's last refit. `layouts` are the numbers that pieces have, to the workers too, and their
+    buckets; they hold for the tensors that are `announced`.
     """
 
     id: int
@@ -34,6 +38,7 @@ class Source:
     replayed: bool = False
     broadcasts: BroadcastLayout | None = None
     announced: dict[str, TensorShape] | None = None
+    layouts: dict[int, int] = field(default_factory=dict)
     group: Group | None = None
 
     def belongs_to(self, session: Session) -> bool:
@@ -49,6 +54,17 @@ class Source:
         if self.kind != kind:
             message = f"source {self.id} is not {kind}, it is {self.kind}: send {COMMANDS[self.kind]}"
             raise ProtocolError(ErrorCode.UNKNOWN_SOURCE, message)
+
+    def announce(self, tensors: dict[str, TensorShape]) -> None:
+        if tensors is not self.announced:
+            self.announced = tensors
+            self.layouts.clear()
+
+    def require_layout(self, number: int, bucket: int) -> None:
+        """Raises `invalid_descriptor`."""
+        if self.layouts.get(number) != bucket:
+            message = f"layout {number} is none of bucket {bucket} since these tensors were announced: send the pieces"
+            raise ProtocolError(ErrorCode.INVALID_DESCRIPTOR, message)
 
     def bucket_bytes(self, bucket: int) -> int:
         if not 0 <= bucket < len(self.segments):

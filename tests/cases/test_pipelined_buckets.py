@@ -46,6 +46,7 @@ class Trainer:
     def __init__(self, wire: RawClient, memory: Buckets) -> None:
         self.tensors = tensors = dict(tensors_of(1))
         self.wire = wire
+        self.memory = memory
         self.layout: Layout = layout_of(tensors.items())
         self.filled: list[FilledBucket] = list(pack(tensors.items(), self.layout, memory.views, 1000))
         assert len(self.filled) <= BUCKETS
@@ -56,6 +57,17 @@ class Trainer:
     def begin(self, *, again: bool = False) -> BeginRefit:
         tensors = [] if again else [*self.layout.values()]
         return BeginRefit(epoch=self.epoch, source=self.source, tensors=tensors, again=again)
+
+    def numbered(self, refit: int, number: int, *, again: bool = False) -> ApplyBucket:
+        """The bucket of this number, without its pieces where they were said before."""
+        filled = self.filled[number]
+        pieces = [] if again else filled.pieces
+        return ApplyBucket(epoch=self.epoch, refit=refit, bucket=filled.bucket, pieces=pieces, layout=number)
+
+    def repack(self, seed: int) -> None:
+        """The same tensors with other values in the same places."""
+        self.tensors = dict(tensors_of(seed))
+        assert list(pack(self.tensors.items(), self.layout, self.memory.views, 1000)) == self.filled
 
     def post_all(self, refit: int, *, bad_at: int | None = None) -> int:
         """Every bucket, one that brings an element twice before the one of this number, and the end; returns how many
@@ -92,6 +104,38 @@ def test_buckets_sent_at_once_are_applied_in_order_and_finished(daemon: Daemon, 
         assert all(isinstance(reply, BucketApplied) for reply in applied)
         assert isinstance(committed, RefitCommitted)
         assert daemon.verify(trainer.tensors, full=True)
+
+
+def test_pieces_that_have_a_number_are_said_once(daemon: Daemon, trainer: Trainer) -> None:
+    """The second refit's buckets come without them, in another order, and hold other values."""
+    order = range(len(trainer.filled))
+    for again in (False, True):
+        began = trainer.wire.ask(trainer.begin(again=again), RefitBegan)
+        for number in reversed(order) if again else order:
+            trainer.wire.ask(trainer.numbered(began.refit, number, again=again), BucketApplied)
+        trainer.wire.ask(FinishRefit(epoch=trainer.epoch, refit=began.refit), RefitCommitted)
+        assert daemon.verify(trainer.tensors, full=True)
+        trainer.repack(2)
+
+
+def test_numbers_of_pieces_that_are_not_known_are_refused(daemon: Daemon, trainer: Trainer) -> None:
+    """Never given, of another bucket, out of range, or given for tensors that were announced before."""
+    with unharmed(daemon):
+        began = trainer.wire.ask(trainer.begin(), RefitBegan)
+        command = trainer.numbered(began.refit, 0, again=True)
+        assert trainer.wire.refused(command).code is ErrorCode.INVALID_DESCRIPTOR
+        for number in (-1, 4096):
+            numbered = msgspec.structs.replace(command, pieces=trainer.filled[0].pieces, layout=number)
+            assert trainer.wire.refused(numbered).code is ErrorCode.LIMIT_EXCEEDED
+        trainer.wire.ask(trainer.numbered(began.refit, 0), BucketApplied)
+        other = msgspec.structs.replace(command, bucket=1)
+        assert trainer.wire.refused(other).code is ErrorCode.INVALID_DESCRIPTOR
+        assert trainer.wire.refused(command).code is ErrorCode.INVALID_DESCRIPTOR, "it has come already"
+    with unharmed(daemon):
+        began = trainer.wire.ask(trainer.begin(), RefitBegan)
+        command = trainer.numbered(began.refit, 0, again=True)
+        assert trainer.wire.refused(command).code is ErrorCode.INVALID_DESCRIPTOR
+        trainer.wire.ask(AbortRefit(epoch=trainer.epoch, refit=began.refit), RefitAborted)
 
 
 @pytest.mark.parametrize("bad_at", [0, 3])

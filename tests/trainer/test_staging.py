@@ -211,6 +211,25 @@ def test_bucket_is_packed_while_the_other_is_read(peer: Peer, client: Daemon) ->
     assert outcome == [REPORT]
 
 
+def test_what_the_buckets_hold_is_said_once(peer: Peer, client: Daemon) -> None:
+    """The next refit gives the numbers alone; where other tensors are announced, all of it again."""
+    said: list[list[tuple[int | None, bool]]] = []
+    for tensors in (TENSORS, TENSORS, {**TENSORS, "a": torch.zeros(8)}):
+        thread, outcome = in_background(client.refit, tensors)
+        if not said:
+            grant(peer)
+        said.append([])
+        begin(peer)
+        while isinstance((asked := peer.next()).body, ApplyBucket):
+            said[-1].append((asked.body.layout, bool(asked.body.pieces)))
+            applied(asked)
+        asked.reply(RefitCommitted(report=REPORT))
+        thread.join()
+        assert outcome == [REPORT]
+    numbers = range(3)
+    assert said == [[(number, pieces) for number in numbers] for pieces in (True, False, True)]
+
+
 def test_failing_iterator_aborts_what_was_begun(peer: Peer, client: Daemon) -> None:
     """The caller's own error comes out, after the daemon was told."""
 

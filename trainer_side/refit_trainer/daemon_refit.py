@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 # Longer than a GPU takes to copy what it can hold. A CPU needs its cores for the copy.
 AWAKE_SECONDS = {"cuda": 0.025}
+# What a daemon knows by number of one source's buckets.
+_MAX_LAYOUTS = 4096
 
 
 class DaemonRefit(OneRefit):
@@ -46,6 +48,7 @@ class DaemonRefit(OneRefit):
         super().__init__(connection, role, timeout_seconds)
         self._source = 0
         self._buckets = 0
+        self._applied = 0
         self._awake_seconds = 0.0
         self._reading: dict[int, asyncio.Task[BucketApplied]] = {}
 
@@ -144,12 +147,28 @@ class DaemonRefit(OneRefit):
 
     async def apply(self, filled: FilledBucket) -> None:
         """Returns when the bucket that is packed next has been read."""
-        command = ApplyBucket(epoch=self._epoch, refit=self._under_way, bucket=filled.bucket, pieces=filled.pieces)
-        self._reading[filled.bucket] = asyncio.create_task(self._go_on(command, BucketApplied))
+        self._reading[filled.bucket] = asyncio.create_task(self._apply(self._applied, filled))
+        self._applied += 1
         following = self._reading.pop((filled.bucket + 1) % self._buckets, None)
         if following is not None:
             with awake(self._awake_seconds):
                 await following
+
+    async def _apply(self, number: int, filled: FilledBucket) -> BucketApplied:
+        """The `number`th bucket of this refit. What it holds is said only where it was not the same the last time."""
+        known = self._role.layouts_of(self._source)
+        again = (before := known.get(number)) is not None and before.holds_the_same(filled)
+        command = ApplyBucket(
+            epoch=self._epoch,
+            refit=self._under_way,
+            bucket=filled.bucket,
+            pieces=[] if again else filled.pieces,
+            layout=number if number < _MAX_LAYOUTS else None,
+        )
+        applied = await self._go_on(command, BucketApplied)
+        if number < _MAX_LAYOUTS and applied.size_bytes:
+            known[number] = filled
+        return applied
 
     async def hold_finished(self) -> RefitHeld:
         """The last bucket has been sent: all but published."""

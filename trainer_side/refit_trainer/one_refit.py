@@ -79,7 +79,7 @@ class OneRefit:
         with self._begins():
             began = await self._connection.request(command, RefitBegan, timeout_seconds=self._timeout_seconds)
         self._number = began.refit
-        self._role.note_announced(source, tensors)
+        self._role.note_announced(source, tensors, again=again)
         return began
 
     async def _go_on(self, command: Request, expected: type[_Fact]) -> _Fact:

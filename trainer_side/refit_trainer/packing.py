@@ -28,6 +28,9 @@ class FilledBucket:
     pieces: list[BucketPiece] = field(default_factory=list)
     size_bytes: int = 0
 
+    def holds_the_same(self, other: FilledBucket) -> bool:
+        return self.bucket == other.bucket and self.pieces == other.pieces
+
 
 class Placing:
     """Gives pieces their places: one behind the other, in `count` buckets in turn."""

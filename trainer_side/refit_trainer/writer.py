@@ -7,7 +7,7 @@ import contextlib
 import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import (
@@ -25,6 +25,9 @@ from refit_protocol.tensors import SourceTensor, TensorShape
 from refit_trainer.backends import Bell, ExportedMemory
 from refit_trainer.connection import Connection
 from refit_trainer.errors import DaemonRestarted, DaemonUnreachable, RefitdError
+
+if TYPE_CHECKING:
+    from refit_trainer.packing import FilledBucket
 
 # A broken connection is soon back; a daemon that is gone for longer has ended our refit by itself.
 RECONNECT_SECONDS = 5.0
@@ -52,6 +55,7 @@ class WriterRole:
         self._epoch: int | None = None
         self._sources: list[_Source] = []
         self._announced: dict[int, list[TensorShape]] = {}
+        self._layouts: dict[int, dict[int, FilledBucket]] = {}
 
     async def acquire(self, *, takeover: bool, timeout_seconds: float) -> None:
         async with self._lock:
@@ -149,8 +153,14 @@ class WriterRole:
         """What the last refit from this source was begun with; unknown from here on, until a begin is answered."""
         return self._announced.pop(source, None)
 
-    def note_announced(self, source: int, tensors: list[TensorShape]) -> None:
+    def note_announced(self, source: int, tensors: list[TensorShape], *, again: bool) -> None:
         self._announced[source] = tensors
+        if not again:
+            self._layouts.pop(source, None)
+
+    def layouts_of(self, source: int) -> dict[int, FilledBucket]:
+        """What the daemon knows by number of how this source's buckets are filled."""
+        return self._layouts.setdefault(source, {})
 
     @property
     def _written_epoch(self) -> int:
@@ -174,6 +184,7 @@ class WriterRole:
         self._epoch = None
         self._sources.clear()
         self._announced.clear()
+        self._layouts.clear()
 
     async def _close_dead_sources(self, timeout_seconds: float) -> None:
         for source in [source for source in self._sources if source.memory() is None]:
@@ -181,6 +192,7 @@ class WriterRole:
             await self._connection.request(command, SourceClosed, timeout_seconds=timeout_seconds)
             self._sources.remove(source)
             self._announced.pop(source.number, None)
+            self._layouts.pop(source.number, None)
 
 
 def is_answer(error: BaseException) -> bool:

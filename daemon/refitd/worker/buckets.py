@@ -158,6 +158,7 @@ class BucketSource:
         self._programs: dict[tuple[int, Pieces], Program] = {}
         self._compiled_for: Announcement | None = None
         self._whole: tuple[Announcement, list[Pieces]] | None = None
+        self._numbered: dict[int, Pieces] = {}
 
     def announce(
         self, weights: EngineWeights, tensors: Sequence[TensorShape], *, partial: bool, planned: bool
@@ -192,6 +193,14 @@ class BucketSource:
     def note_whole(self, announced: Announcement, came: list[Pieces]) -> None:
         """These pieces, in this order, bring every element of what was announced once."""
         self._whole = announced, came
+
+    def numbered(self, number: int | None, pieces: Pieces) -> Pieces:
+        """The pieces, which have that number from now on; those that have it where none are given."""
+        if number is None:
+            return pieces
+        if pieces:
+            self._numbered[number] = pieces
+        return self._numbered[number]
 
     def program(self, weights: EngineWeights, announced: Announcement, bucket: int, pieces: Pieces) -> Program:
         """The planned copies of a bucket with this layout; compiled the first time it is seen."""

@@ -231,31 +231,34 @@ class RefitWorkerExtension:
         return {"path": announced.path, "loader_tensors": listed(announced.loader_tensors)}
 
     @answered
-    def refitd_apply_bucket(self, bucket: int, pieces: list[dict[str, Any]]) -> Answer:
-        """Copies a bucket into the engine, after which it may be overwritten: `{bytes}`.
+    def refitd_apply_bucket(self, bucket: int, pieces: list[dict[str, Any]], layout: int | None = None) -> Answer:
+        """Copies a bucket into the engine, after which it may be overwritten: `{bytes}`. `layout` gives the pieces a
+        number, or stands for those that have it.
 
         Errors: `invalid_descriptor` for elements that came before; this bucket has then not been read. Any error ends
         the refit: buckets that were sent behind this one are not written any more.
         """
-        return to_the_end(self.refitd_bucket_turns(bucket, pieces))
+        return to_the_end(self.refitd_bucket_turns(bucket, pieces, layout))
 
     @answered_in_turns
-    def refitd_apply_bucket_in_turns(self, bucket: int, pieces: list[dict[str, Any]]) -> Turns:
+    def refitd_apply_bucket_in_turns(
+        self, bucket: int, pieces: list[dict[str, Any]], layout: int | None = None
+    ) -> Turns:
         """The same, so that the next bucket is looked at while this one is copied."""
-        return self.refitd_bucket_turns(bucket, pieces)
+        return self.refitd_bucket_turns(bucket, pieces, layout)
 
-    def refitd_bucket_turns(self, bucket: int, pieces: list[dict[str, Any]]) -> Turns:
+    def refitd_bucket_turns(self, bucket: int, pieces: list[dict[str, Any]], layout: int | None) -> Turns:
         # Nothing moves while the gate is shut, and it has been since the refit was begun.
         state = self.refitd_state(look_again=False)
         refit = state.refit_under_way()
-        layout = tuple(msgspec.convert(pieces, list[BucketPiece]))
         try:
-            number = refit.accept(layout)
+            held = refit.source.numbered(layout, tuple(msgspec.convert(pieces, list[BucketPiece])))
+            number = refit.accept(held)
             for _ in refit.turns_until_written(number, bucket):
                 yield
                 state.require_under_way(refit)
             state.before_write(engine_stands=refit.has_written)
-            return {"bytes": (yield from refit.copy_in_turns(bucket, layout))}
+            return {"bytes": (yield from refit.copy_in_turns(bucket, held))}
         except BaseException:
             state.refit = None
             raise

@@ -134,12 +134,16 @@ class RefitBegan(Fact, frozen=True, kw_only=True):
 
 
 class ApplyBucket(Command, frozen=True, kw_only=True):
-    """Bucket number `bucket` of the source holds `pieces`; it may be overwritten once `BucketApplied` has come."""
+    """Bucket number `bucket` of the source holds `pieces`; it may be overwritten once `BucketApplied` has come.
+
+    With `layout` the pieces can be referred to by that number from then on: it is then sent without them.
+    """
 
     epoch: int
     refit: int
     bucket: int
-    pieces: list[BucketPiece]
+    pieces: list[BucketPiece] = []
+    layout: int | None = None
 
 
 class BucketApplied(Fact, frozen=True, kw_only=True):
