@@ -185,6 +185,27 @@ def test_what_was_rung_before_the_abort_has_written(run: Callable[..., None], mo
     run(work)
 
 
+@pytest.mark.parametrize(("rung", "state"), [(True, EngineState.TORN), (False, EngineState.READY)])
+def test_a_finish_that_is_refused_asks_whether_the_copies_have_run(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch, rung: bool, state: EngineState
+) -> None:
+    """Its time is over just as it comes, or its worker refuses: what was rung for before is written all the same."""
+
+    async def work(trainer: Trainer) -> None:
+        refit = (await trainer.prepare()).refit
+        monkeypatch.setattr(scripted_app, "ANSWERS", {**scripted_app.ANSWERS, "refitd_abort": {"wrote": rung}})
+        window = trainer.scripted.app.refit._window
+        assert window.refit is not None
+        window.refit.ticket.withdraw("its trainer has gone")
+        with pytest.raises(ProtocolError) as refused:
+            await trainer.finish(refit)
+        assert refused.value.code is ErrorCode.REFIT_FAILED
+        assert trainer.gate.state is state
+        assert "refitd_commit" not in trainer.llm.calls
+
+    run(work)
+
+
 def test_what_is_prepared_on_torn_weights_and_aborted_leaves_them_torn(run: Callable[..., None]) -> None:
     async def work(trainer: Trainer) -> None:
         trainer.llm.failures["refitd_commit"] = worker_refusal(ErrorCode.ATTEST_FAILED, wrote=True)

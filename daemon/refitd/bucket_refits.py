@@ -32,7 +32,7 @@ from refitd.commit import Commit, Ticket
 from refitd.config import Config
 from refitd.engine import Engine
 from refitd.gate import Gate
-from refitd.in_place import write_in_place
+from refitd.in_place import finish_in_place
 from refitd.open_refit import OpenRefit, unknown_refit
 from refitd.open_window import OpenWindow
 from refitd.running import Running
@@ -220,7 +220,7 @@ class BucketRefits:
             refit.preparation = None
             self._window.watch(refit)
             refit.ticket.waited_seconds = time.monotonic() - prepared.since
-            return await write_in_place(self._engine, self._config.refit, refit.source, prepared.only, refit.ticket)
+            return await finish_in_place(self._engine, self._config.refit, refit.source, prepared.only, refit.ticket)
         answers = await self._engine.call_workers(
             "refitd_finish",
             refit.ticket.attest,

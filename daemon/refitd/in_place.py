@@ -31,6 +31,24 @@ async def write_in_place(
     return answers
 
 
+async def finish_in_place(
+    engine: Engine, config: RefitConfig, source: Source, only: Sequence[str] | None, ticket: Ticket
+) -> list[dict[str, Any]]:
+    """`write_in_place` of what was prepared: the trainer may have had the copies begin before it is asked for here, and
+    whatever refuses the refit then must not open the gate over them."""
+    try:
+        return await write_in_place(engine, config, source, only, ticket)
+    except WorkerError as error:
+        error.wrote = error.wrote or await _ended_with_writes(engine, config)
+        raise
+
+
+async def _ended_with_writes(engine: Engine, config: RefitConfig) -> bool:
+    """Nothing that was prepared waits or runs any more; whether any of it ran."""
+    ended = await engine.call_workers("refitd_abort", timeout_seconds=config.deadline_seconds)
+    return any(answer["wrote"] for answer in ended)
+
+
 async def prepare_in_place(
     engine: Engine, config: RefitConfig, source: Source, only: Sequence[str] | None, ticket: Ticket, refit: int
 ) -> tuple[int | None, int]:
@@ -49,9 +67,8 @@ async def prepare_in_place(
             direct=source.replayed,
         )
     except WorkerError as error:
-        # The engine goes on: on no worker may anything be waiting, where only some of them have refused.
-        ended = await engine.call_workers("refitd_abort", timeout_seconds=config.deadline_seconds)
-        error.wrote = any(answer["wrote"] for answer in ended)
+        # On no worker may anything be waiting, where only some of them have refused.
+        error.wrote = await _ended_with_writes(engine, config)
         raise
     waiting = any(answer["waiting"] for answer in answers) and len(answers) <= MAX_BELL_WORKERS
     return ring_number(refit) if waiting else None, len(answers)
