@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -21,7 +23,8 @@ _PORTABLE, _DEVICE_MAP = 1, 2
 
 
 class CudaBell:
-    """`devices` are those of the memory that the copies read."""
+    """`devices` are those of the memory that the copies read. What is registered with the driver for it is given back
+    once nobody holds it any more."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._memfd = Memfd("refit-bell", BELL_BYTES)
@@ -29,8 +32,8 @@ class CudaBell:
         self._rung = lines[:, 0]
         self._arrived = lines[:, ARRIVED_OFFSET_BYTES // 4]
         self._devices = [_index(device) for device in devices]
-        self._address: int | None = None
         self._is_ready = False
+        self._registered: _Registered | None = None
         self._ringing: torch.cuda.Event | None = None
 
     @property
@@ -38,17 +41,21 @@ class CudaBell:
         return self._memfd.segment
 
     def make_ready(self) -> None:
-        if not self._is_ready:
-            self._is_ready = True
-            self._address = _mapped(self._memfd.view)
+        # Where several devices have to be done, no stream rings.
+        if self._is_ready or len(self._devices) != 1:
+            return
+        self._is_ready = True
+        self._registered = _registered(self._memfd.view, self._devices[0])
+        if self._registered is not None:
+            # A process that ends has nothing to give back, and no device to ask.
+            weakref.finalize(self, self._registered.end).atexit = False
 
     def ring(self, number: int, workers: int) -> None:
-        streams = [ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(index)) for index in self._devices]
         self._ringing = None
-        if not any(map(_stream_query(), streams)):
+        if not any(map(_is_busy, self._devices)):
             self._rung[:workers] = number
-        elif len(streams) == 1 and self._address is not None:
-            self._ring_by(streams[0], number, workers)
+        elif self._registered is not None:
+            self._ringing = self._registered.ring(number, workers)
 
     def await_ringing(self) -> None:
         if self._ringing is not None:
@@ -57,34 +64,82 @@ class CudaBell:
     def arrived(self, number: int, workers: int) -> bool:
         return bool((self._arrived[:workers] == number).all())
 
-    def _ring_by(self, stream: ctypes.c_void_p, number: int, workers: int) -> None:
-        assert self._address is not None
-        for worker in range(workers):
-            address = ctypes.c_uint64(self._address + worker * WORD_STRIDE_BYTES)
-            if result := _driver().cuStreamWriteValue32_v2(stream, address, ctypes.c_uint32(number), 0):
-                logger.warning(
-                    "the stream cannot ring (CUDA says %d): copies begin when their end is asked for", result
-                )
-                return
-        self._ringing = torch.cuda.current_stream(self._devices[0]).record_event()
+
+class _Registered:
+    """The memory of a bell as a device sees it, at `address`, until `end`."""
+
+    def __init__(self, memory: torch.Tensor, device: int, address: int) -> None:
+        self._memory = memory
+        self._device = device
+        self._address = address
+        self._pid = os.getpid()
+        # Behind the rings that may be yet to come, each on a stream of its own.
+        self._ringing: list[torch.cuda.Event] = []
+
+    def ring(self, number: int, workers: int) -> torch.cuda.Event:
+        """By the calling thread's stream; what is returned is behind it."""
+        self._ringing = [event for event in self._ringing if not event.query()]
+        with torch.cuda.device(self._device):
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            for worker in range(workers):
+                address = ctypes.c_uint64(self._address + worker * WORD_STRIDE_BYTES)
+                if result := _driver().cuStreamWriteValue32_v2(stream, address, ctypes.c_uint32(number), 0):
+                    logger.warning(
+                        "the stream cannot ring (CUDA says %d): copies begin when their end is asked for", result
+                    )
+                    break
+            # Some words may be on their way in either case.
+            ringing: torch.cuda.Event = torch.cuda.current_stream().record_event()
+        self._ringing.append(ringing)
+        return ringing
+
+    def end(self) -> None:
+        """Waits for a stream that has yet to ring. Does nothing in a child that was forked, which has no device."""
+        if os.getpid() != self._pid:
+            return
+        try:
+            for ringing in self._ringing:
+                ringing.synchronize()
+            with torch.cuda.device(self._device):
+                _enter_context()
+                result = _driver().cuMemHostUnregister(ctypes.c_void_p(self._memory.data_ptr()))
+        # Of PyTorch, where the device has failed: nothing can be given back then.
+        except RuntimeError as error:
+            logger.warning("a bell stays registered: %s", error)
+            return
+        if result:
+            logger.warning("a bell stays registered (CUDA says %d)", result)
 
 
-def _mapped(memory: torch.Tensor) -> int | None:
-    """The address at which devices see host memory; None where they cannot."""
+def _registered(memory: torch.Tensor, device: int) -> _Registered | None:
+    """None where devices cannot see host memory."""
     address, host = ctypes.c_uint64(), ctypes.c_void_p(memory.data_ptr())
-    # Any call of the runtime gives this thread the context that the driver asks for.
-    torch.cuda.current_stream().query()
     driver = _driver()
-    result = driver.cuMemHostRegister_v2(host, ctypes.c_size_t(memory.numel()), _PORTABLE | _DEVICE_MAP)
-    result = result or driver.cuMemHostGetDevicePointer_v2(ctypes.byref(address), host, 0)
+    with torch.cuda.device(device):
+        _enter_context()
+        result = driver.cuMemHostRegister_v2(host, ctypes.c_size_t(memory.numel()), _PORTABLE | _DEVICE_MAP)
+        if not result and (result := driver.cuMemHostGetDevicePointer_v2(ctypes.byref(address), host, 0)):
+            driver.cuMemHostUnregister(host)
     if result:
         logger.warning("shared memory cannot be written by the device (CUDA says %d)", result)
         return None
-    return address.value
+    return _Registered(memory, device, address.value)
+
+
+def _enter_context() -> None:
+    """Any call of the runtime gives a thread the context of its device, which the driver asks for."""
+    torch.cuda.current_stream().query()
 
 
 def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _is_busy(device: int) -> bool:
+    """Whether the calling thread's stream of this device has anything to do. A default stream has no handle of its
+    own: it is that of the device which is current."""
+    with torch.cuda.device(device):
+        return bool(_stream_query()(torch._C._cuda_getCurrentRawStream(device)))
 
 
 @cache
