@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -137,6 +139,29 @@ def rung(daemon: Answering, model: torch.nn.Module, monkeypatch: pytest.MonkeyPa
     assert shared is not None
     monkeypatch.setattr(shared.memory, "bell", lambda: daemon.bell)
     return daemon.bell
+
+
+def test_a_session_that_is_closed_lets_go_of_its_bells(
+    client: Daemon, daemon: Answering, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the client is still there: what a device has of a bell is given back with it."""
+    made: list[weakref.ref[ListedBell]] = []
+
+    def bell() -> ListedBell:
+        new = ListedBell()
+        made.append(weakref.ref(new))
+        return new
+
+    shared = shared_module(model)
+    assert shared is not None
+    monkeypatch.setattr(shared.memory, "bell", bell)
+    client.prepare_refit(model).abort()
+    assert PrepareRefit in map(type, daemon.asked)
+    [kept] = made
+    assert kept() is not None
+    client.close()
+    gc.collect()
+    assert kept() is None
 
 
 def test_the_options_are_sent_with_what_prepares(client: Daemon, daemon: Answering, model: torch.nn.Module) -> None:

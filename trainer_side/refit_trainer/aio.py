@@ -129,6 +129,7 @@ class AsyncDaemon:
     async def close(self) -> None:
         """Ends the session: its streams are cancelled, and its memory is no longer mapped by the daemon."""
         await self.connection.close()
+        self._role.close()
         if self._staging is not None:
             self._staging.close()
 

@@ -66,6 +66,10 @@ class WriterRole:
         async with self._lock:
             await self.give_up(timeout_seconds=timeout_seconds)
 
+    def close(self) -> None:
+        """The session is over, and the daemon has closed our sources with it."""
+        self._forget()
+
     async def give_up(self, *, timeout_seconds: float) -> None:
         """`release` inside `enter()` and `leave()`.
 
