@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import msgspec
 import psutil
@@ -24,6 +26,7 @@ from tests.gpu.peers import Peer, peer
 from tests.waiting import until
 
 MANY = 200
+MANY_SESSIONS = 40
 FLAT_AFTER = 10
 # Some seconds on any GPU, unless its process is killed.
 LONG_CYCLES = 20_000_000_000
@@ -170,6 +173,39 @@ def test_many_leave_memory_and_descriptors_flat(gpu_process: DaemonProcess, repl
                 free_bytes, descriptors = usage()
         assert usage()[0] >= free_bytes
         assert usage()[1] <= descriptors
+
+
+def mapped_bells(pid: int) -> int:
+    return Path(f"/proc/{pid}/maps").read_text().count("refit-bell")
+
+
+def session_with_a_bell(process: DaemonProcess) -> None:
+    with process.connect() as daemon:
+        daemon.acquire_writer(takeover=True)
+        model = share_parameters(trainer_model(1))
+        daemon.refit(model)
+        with daemon.prepare_refit(model) as prepared:
+            assert ring_of(prepared) is not None
+            # Busy: the stream rings, so that the bell was registered with the driver.
+            torch.cuda._sleep(1_000_000)
+            prepared.refit()
+        daemon.release_writer()
+
+
+def test_bells_go_with_their_sessions(gpu_process: DaemonProcess) -> None:
+    """Each session has a source and a bell of its own: nothing of them stays mapped or open, in any process."""
+    processes = [psutil.Process(pid) for pid in (os.getpid(), gpu_process.process.pid, *gpu_process.engine_pids())]
+
+    def usage() -> tuple[int, int]:
+        gc.collect()
+        return sum(mapped_bells(each.pid) for each in processes), sum(each.num_fds() for each in processes)
+
+    for round_ in range(MANY_SESSIONS):
+        session_with_a_bell(gpu_process)
+        if round_ == FLAT_AFTER:
+            bells, descriptors = usage()
+    until(lambda: usage()[0] <= bells, "the last bell to be unmapped")
+    until(lambda: usage()[1] <= descriptors, "the last descriptor to be closed")
 
 
 def preparing_trainer(connection: Connection, endpoint: str) -> None:

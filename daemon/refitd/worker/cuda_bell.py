@@ -7,7 +7,9 @@ for ever, though, so the worker can ring as well, and has the copy find out on t
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
+import time
 from collections.abc import Callable
 from functools import cache
 from typing import Generic, TypeVar
@@ -17,6 +19,7 @@ import torch
 from refit_protocol.bell import ARRIVED_OFFSET_BYTES, WORD_STRIDE_BYTES, unrung_number
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.tensors import MemfdSegment
+from refitd.worker.boundary import PAUSE_SECONDS
 from refitd.worker.cuda_copies import DeviceCopies
 from refitd.worker.cuda_kernels import launch
 from refitd.worker.memory import map_memfd
@@ -28,12 +31,14 @@ _GREATER_OR_EQUAL = 0
 
 _Behind = TypeVar("_Behind")
 
+logger = logging.getLogger(__name__)
+
 
 class Bell:
     """A worker's words of a trainer's bell, as this process and its device see them, and the stream that waits."""
 
     def __init__(self, segment: MemfdSegment, worker: int, device: torch.device) -> None:
-        """Raises `memory_unavailable`."""
+        """Raises `memory_unavailable`, also where no stream of the device can wait for it."""
         self._mapped = map_memfd(segment, writable=True)
         self._offset_bytes = worker * WORD_STRIDE_BYTES
         self._rung = ctypes.c_uint32.from_buffer(self._mapped, self._offset_bytes)
@@ -42,6 +47,14 @@ class Bell:
         self.stream = torch.cuda.Stream(device)
         with torch.cuda.device(device):
             self._address = _register(self._mapped)
+            try:
+                # For a word that is there already: what a device cannot do is found out before anything relies on it.
+                number = self._rung.value
+                self.hold(number)
+                self.end_waiting(number)
+            except BaseException:
+                self.close()
+                raise
 
     def reset(self, number: int) -> None:
         """As it is before it is rung for `number`; a word of an earlier daemon may be anything."""
@@ -49,6 +62,13 @@ class Bell:
 
     def ring(self, number: int) -> None:
         self._rung.value = number
+
+    def end_waiting(self, number: int) -> None:
+        """Comes back when all is done that is enqueued on `stream`. Rings again and again: a late ring for an earlier
+        refit, by another stream of the trainer's, could take the number back before the device has looked."""
+        while not self.stream.query():
+            self.ring(number)
+            time.sleep(PAUSE_SECONDS)
 
     def tell_arrival(self, number: int) -> None:
         """For a trainer that looks at its bell, long before the daemon's answer."""
@@ -65,7 +85,8 @@ class Bell:
         )
 
     def close(self) -> None:
-        _checked("cuMemHostUnregister", ctypes.c_void_p(_host_address(self._mapped)))
+        """Nothing waits for it any more."""
+        _unregister(self._mapped)
 
 
 class WaitingCopies(Generic[_Behind]):
@@ -111,7 +132,7 @@ class WaitingCopies(Generic[_Behind]):
         """Whether the copies ran; nothing of them runs any more."""
         self._cancelled[0] = 1
         self._bell.ring(self._number)
-        self._bell.stream.synchronize()
+        self._bell.end_waiting(self._number)
         return bool(self._ran[0])
 
 
@@ -122,8 +143,18 @@ def _register(mapped: mmap.mmap) -> int:
     # Any call of the runtime gives this thread the context that the driver asks for.
     torch.cuda.current_stream().query()
     _checked("cuMemHostRegister_v2", host, ctypes.c_size_t(len(mapped)), _PORTABLE | _DEVICE_MAP)
-    _checked("cuMemHostGetDevicePointer_v2", ctypes.byref(address), host, 0)
+    try:
+        _checked("cuMemHostGetDevicePointer_v2", ctypes.byref(address), host, 0)
+    except ProtocolError:
+        _unregister(mapped)
+        raise
     return address.value
+
+
+def _unregister(mapped: mmap.mmap) -> None:
+    """Raises nothing: the source goes all the same."""
+    if result := _driver().cuMemHostUnregister(ctypes.c_void_p(_host_address(mapped))):
+        logger.warning("a bell stays registered (CUDA says %d)", result)
 
 
 def _host_address(mapped: mmap.mmap) -> int:
@@ -131,7 +162,8 @@ def _host_address(mapped: mmap.mmap) -> int:
 
 
 def _checked(function: str, *arguments: object) -> None:
-    result = getattr(_driver(), function)(*arguments)
+    found = getattr(_driver(), function, None)
+    result = "nothing: the driver is too old" if found is None else found(*arguments)
     if result != 0:
         raise ProtocolError(ErrorCode.MEMORY_UNAVAILABLE, f"the bell cannot be used: {function} answers {result}")
 
