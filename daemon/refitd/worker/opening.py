@@ -35,23 +35,36 @@ def open_source(
     plan: str,
     bell: Bell | None = None,
 ) -> Answer:
-    if kind == "inplace":
-        state.weights.check_manifest([whole_tensor(tensor) for tensor in tensors])
-    # Of what several ranks hold a worker reads its part, and what lies on other devices it may not even reach.
-    of_ranks = len({tensor.name for tensor in tensors}) < len(tensors)
-    mapped = Segments(segments, state.weights.device, at_need=of_ranks)
     try:
-        if kind == "bucket":
-            source, answer = _buckets(state.weights, mapped, plan)
-        else:
-            source, answer = _in_place(state.weights, mapped, tensors, plan, bell)
+        source, answer = _opened(state.weights, kind, segments, tensors, plan, bell)
     except BaseException:
-        mapped.close()
         if bell is not None:
             bell.close()
         raise
     state.open(source_id, source)
     return answer
+
+
+def _opened(
+    weights: EngineWeights,
+    kind: str,
+    segments: list[Segment],
+    tensors: list[SourceTensor],
+    plan: str,
+    bell: Bell | None,
+) -> _Opened:
+    if kind == "inplace":
+        weights.check_manifest([whole_tensor(tensor) for tensor in tensors])
+    # Of what several ranks hold a worker reads its part, and what lies on other devices it may not even reach.
+    of_ranks = len({tensor.name for tensor in tensors}) < len(tensors)
+    mapped = Segments(segments, weights.device, at_need=of_ranks)
+    try:
+        if kind == "bucket":
+            return _buckets(weights, mapped, plan)
+        return _in_place(weights, mapped, tensors, plan, bell)
+    except BaseException:
+        mapped.close()
+        raise
 
 
 def _buckets(weights: EngineWeights, mapped: Segments, plan: str) -> _Opened:
