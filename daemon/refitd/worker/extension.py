@@ -193,7 +193,11 @@ class RefitWorkerExtension:
         """
         state = self.refitd_state(settled=False)
         state.wrote = False
-        return commit.commit(state, state.inplace(source_id), only, Attest(attest), finite=check_finite)
+        try:
+            return commit.commit(state, state.inplace(source_id), only, Attest(attest), finite=check_finite)
+        finally:
+            # What was prepared for a commit that was refused.
+            state.settle()
 
     @answered
     def refitd_prepare(

@@ -42,28 +42,35 @@ class Preparation:
 
     def commit(self) -> Answer:
         """What was rung for is under way already; what was not begins here."""
-        clock, state, compiled = Clock(), self._state, self._compiled
+        state = self._state
         state.wrote = True
         try:
-            self._source.wait_until_written()
+            done = self._finish()
         except BaseException:
             state.wrote = self.settle()
             raise
+        state.wrote = False
+        return done
+
+    def _finish(self) -> Answer:
+        clock, compiled = Clock(), self._compiled
+        self._source.wait_until_written()
         clock.lap("validate")
         self._copies.run()
         compiled.program.wait(meanwhile=self._rehearse)
-        state.weights.after_write()
+        self._state.weights.after_write()
         clock.lap("copy")
         check, digest = self._copies.behind
         check()
         digested = digest()
         self._copies.tell_arrival()
         clock.lap("attest")
-        state.wrote = False
         return report(compiled.size_bytes, len(compiled.names), compiled.path, compiled.loader_tensors, clock, digested)
 
     def _rehearse(self) -> None:
         """What runs when the bytes have arrived, and would take several times as long if it had not run for a while."""
+        # Again: a late ring for an earlier refit could have taken the number back.
+        self._copies.run()
         _, digest = self._copies.rehearsal
         digest()
 

@@ -72,7 +72,9 @@ class WorkerState:
         """Ends what was prepared. Nothing waits on the device any more, where it could keep others waiting."""
         if self.preparation is not None:
             ended, self.preparation = self.preparation, None
-            self.wrote = ended.settle() or self.wrote
+            # For as long as it is not known.
+            wrote, self.wrote = self.wrote, True
+            self.wrote = ended.settle() or wrote
 
     def wait_for_others(self, *, engine_stands: bool = False) -> None:
         """Raises `collective_failed` where the broadcasts of a refit that failed may still arrive."""
