@@ -14,7 +14,7 @@ import pytest
 
 from refitd.lines import MAX_MESSAGE_BYTES, LineClosedError, Lines, encoded, open_lines
 from refitd.worker.boundary import Turns
-from refitd.worker.line import open_line
+from refitd.worker.line import _serve, open_line
 from tests.waiting import until
 
 
@@ -169,6 +169,27 @@ def test_a_call_that_waits_lets_the_next_one_begin(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("refitd.worker.line.AWAKE_SECONDS", 0.001)
     asyncio.run(scenario())
+
+
+class Prompt(Rank):
+    """A worker whose calls need one turn."""
+
+    def refitd_apply_in_turns(self, number: int) -> Turns:
+        return {"number": number}
+        yield
+
+
+def test_messages_that_keep_coming_keep_no_answer_waiting() -> None:
+    """There is never a moment without a message here, and then the daemon hangs up."""
+    daemons, workers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with daemons:
+        for number in range(5):
+            daemons.send(message("refitd_apply", number))
+        daemons.shutdown(socket.SHUT_WR)
+        _serve(Prompt(0), workers)
+        answers = [msgspec.msgpack.decode(daemons.recv(MAX_MESSAGE_BYTES)[1:]) for _ in range(5)]
+        assert [answer["number"] for answer in answers] == [0, 1, 2, 3, 4]
+        assert daemons.recv(1) == b""
 
 
 def test_calls_that_were_not_sent_yet_fail_with_the_line() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.tensors import BucketPiece, DType, TensorShape
+from refitd.worker.boundary import to_the_end
 from refitd.worker.buckets import Arrivals, Coverage
 from tests.worker.engines import LoadedWorker, differences
 from tests.worker.models import Kind
@@ -146,6 +148,33 @@ def test_elements_that_came_before_are_refused_unread(
     assert (code, wrote) == ("invalid_descriptor", False)
     assert differences(bucket_worker.served(), before) == []
     assert not bucket_worker.call("refitd_abort")["wrote"]
+
+
+def test_a_bucket_of_a_refit_that_has_ended_leaves_the_next_one_alone(
+    bucket_worker: LoadedWorker,
+    memories: list[ExportedMemory],
+    weights_of: Callable[[Kind, int], Weights],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was still waiting for its memory to be written."""
+    weights, norm = weights_of("qwen3", 1), "model.norm.weight"
+    bucket_worker.call("refitd_begin", SOURCE, announced(weights))
+    segments = bucket_worker.worker.refitd_kept_state.sources[SOURCE].segments
+    with monkeypatch.context() as patch:
+        patch.setattr(segments, "turns_until_written", lambda _: repeat(None))
+        pieces = [{"name": norm, "first": 0, "count": 3, "offset_bytes": 0}]
+        turns = bucket_worker.worker.refitd_apply_bucket_in_turns(0, pieces)
+        next(turns)
+    bucket_worker.call("refitd_abort")
+    bucket_worker.call("refitd_begin", SOURCE, announced(weights))
+    assert to_the_end(turns)["error"]["code"] == "unknown_refit"
+    push(bucket_worker, memories, 0, [(norm, 3, weights[norm][3:])])
+
+
+def test_a_call_in_turns_that_nobody_could_make_is_an_answer(bucket_worker: LoadedWorker) -> None:
+    """Else it would end the line, and with it the engine."""
+    answer = to_the_end(bucket_worker.worker.refitd_apply_bucket_in_turns())
+    assert "missing 2 required positional arguments" in answer["error"]["message"]
 
 
 def test_announcements_are_checked_before_anything_is_written(

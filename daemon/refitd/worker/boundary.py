@@ -53,8 +53,8 @@ def answered_in_turns(method: Callable[Concatenate[Any, P], Turns]) -> Callable[
 
     @functools.wraps(method)
     def answer(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Turns:
-        turns = method(self, *args, **kwargs)
         try:
+            turns = method(self, *args, **kwargs)
             while True:
                 with _one_at_a_time:
                     next(turns)

@@ -264,7 +264,9 @@ class RefitWorkerExtension:
             state.before_write(engine_stands=refit.has_written)
             return {"bytes": (yield from refit.copy_in_turns(bucket, held))}
         except BaseException:
-            state.refit = None
+            # Another one may have begun since.
+            if state.refit is refit:
+                state.refit = None
             raise
 
     @answered

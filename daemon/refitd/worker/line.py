@@ -69,8 +69,11 @@ class _Calls:
         self._patient_until = 0.0
 
     def next_message(self) -> bytes:
-        while self._under_way and not self._poll.poll(0):
+        """Turns are taken in between, however many messages wait: one at least."""
+        while self._under_way:
             self._take_turns()
+            if self._poll.poll(0):
+                break
         return self._line.recv(MAX_MESSAGE_BYTES)
 
     def begin(self, turns: Turns) -> None:
