@@ -78,7 +78,6 @@ class _Registered:
 
     def ring(self, number: int, workers: int) -> torch.cuda.Event:
         """By the calling thread's stream; what is returned is behind it."""
-        self._ringing = [event for event in self._ringing if not event.query()]
         with torch.cuda.device(self._device):
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
             for worker in range(workers):
@@ -90,7 +89,7 @@ class _Registered:
                     break
             # Some words may be on their way in either case.
             ringing: torch.cuda.Event = torch.cuda.current_stream().record_event()
-        self._ringing.append(ringing)
+        self._ringing = [*(event for event in self._ringing if not event.query()), ringing]
         return ringing
 
     def end(self) -> None:
