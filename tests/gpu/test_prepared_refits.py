@@ -46,7 +46,7 @@ def ring_of(prepared: PreparedRefit) -> int | None:
 def ring_alone(prepared: PreparedRefit) -> None:
     """The bell and nothing else: no message follows."""
     preparation = prepared._preparation
-    bell = preparation._refit.bell
+    bell = preparation._bell
     assert bell is not None
     assert preparation.prepared.ring is not None
     bell.ring(preparation.prepared.ring, preparation.prepared.workers)

@@ -281,6 +281,23 @@ def test_what_has_ended_with_the_role_is_one_more_refit(
     ]
 
 
+@pytest.mark.usefixtures("daemon")
+def test_the_bell_that_is_rung_is_that_of_the_source_prepared(
+    client: Daemon, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the next one's under the same number, whose copies wait for something else."""
+    bells = [ListedBell(), ListedBell()]
+    shared = shared_module(model)
+    assert shared is not None
+    monkeypatch.setattr(shared.memory, "bell", iter(bells).__next__)
+    first = client.prepare_refit(model)
+    client.release_writer()
+    second = client.prepare_refit(model)
+    first.refit()
+    assert [bell.said.count((RING, WORKERS)) for bell in bells] == [1, 0]
+    second.abort()
+
+
 def test_closing_waits_for_no_refit(client: Daemon, daemon: Answering, model: torch.nn.Module) -> None:
     daemon.silent.add(FinishRefit)
     refitting, outcome = in_background(client.prepare_refit(model).refit)

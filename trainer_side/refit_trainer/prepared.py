@@ -25,10 +25,17 @@ class Preparation:
     """What both clients have of one: its two ends, step-wise. `again` is the same refit without any preparation."""
 
     def __init__(
-        self, refit: DaemonRefit, shared: SharedModule, prepared: RefitPrepared, again: Callable[[], Steps[RefitReport]]
+        self,
+        refit: DaemonRefit,
+        shared: SharedModule,
+        prepared: RefitPrepared,
+        bell: Bell | None,
+        again: Callable[[], Steps[RefitReport]],
     ) -> None:
         self._refit = refit
         self._shared = shared
+        # That of the source as it is now: a daemon that starts again counts its sources anew.
+        self._bell = bell
         self._ended = False
         self._rung: Bell | None = None
         self._publishing: asyncio.Task[object] | None = None
@@ -38,9 +45,9 @@ class Preparation:
     def ring(self) -> None:
         """On the thread that has enqueued the writes; `publish` or `give_up` comes next. Before anything else: what
         follows has the time of the copy. Raises `NotShareable`."""
-        if self.prepared.ring is not None and (bell := self._refit.bell) is not None:
-            bell.ring(self.prepared.ring, self.prepared.workers)
-            self._rung = bell
+        if self.prepared.ring is not None and self._bell is not None:
+            self._bell.ring(self.prepared.ring, self.prepared.workers)
+            self._rung = self._bell
         self._shared.memory.synchronise()
         self._require_unmoved()
 
@@ -113,7 +120,7 @@ def prepare_steps(
     except BaseException as error:
         yield refit.end(error)
         raise
-    return Preparation(refit, shared, prepared, again)
+    return Preparation(refit, shared, prepared, bell, again)
 
 
 def is_too_late(error: BaseException) -> bool:
