@@ -22,7 +22,7 @@ REFIT_SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.012, 0.02, 0.04, 0.08, 0.
 REQUEST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 UNARY_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
 
-REFIT_PHASES = ("validate", "gate", "copy", "attest", "publish", "total")
+REFIT_PHASES = ("validate", "gate", "copy", "attest", "publish", "total", "waited")
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,9 @@ class RefitdMetrics:
         self._refits.labels(report.path, report.policy).inc()
         self._refit_bytes.inc(report.size_bytes)
         self._unplanned.set(len(report.unplanned))
-        for phase in REFIT_PHASES:
+        # Only prepared refits wait for their trainers: that others did not is no measurement.
+        phases = REFIT_PHASES if report.milliseconds.waited else REFIT_PHASES[:-1]
+        for phase in phases:
             self._refit_phases.labels(phase, report.path).observe(getattr(report.milliseconds, phase) / 1e3)
         if report.milliseconds.total > 0:
             self._refit_rate.set(report.size_bytes / (report.milliseconds.total / 1e3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -67,6 +68,16 @@ def test_a_refit_shows_every_phase(registry: CollectorRegistry, metrics: RefitdM
     assert seconds == pytest.approx(
         {"validate": 0.0001, "gate": 0.0002, "copy": 0.008, "attest": 0.0005, "publish": 0.00005, "total": 0.01}
     )
+
+
+def test_only_a_prepared_refit_has_waited(registry: CollectorRegistry, metrics: RefitdMetrics) -> None:
+    """The others would make its trainer's steps look short."""
+    metrics.refit_committed(REPORT)
+    waited = msgspec.structs.replace(REPORT.milliseconds, waited=50.0)
+    metrics.refit_committed(msgspec.structs.replace(REPORT, milliseconds=waited))
+    labels = {"phase": "waited", "path": "plan"}
+    assert value(registry, "refitd_refit_phase_seconds_count", **labels) == 1
+    assert value(registry, "refitd_refit_phase_seconds_sum", **labels) == 0.05
 
 
 def test_every_phase_of_a_report_is_exported() -> None:
