@@ -125,6 +125,10 @@ class Announcement:
     tensors: Mapping[str, TensorShape]
     loader_tensors: Mapping[str, str]
 
+    def is_same(self, other: Announcement) -> bool:
+        """In the same order, too: broadcasts come in that."""
+        return self == other and [*self.tensors] == [*other.tensors]
+
     @property
     def path(self) -> str:
         if not self.loader_tensors:
@@ -165,7 +169,7 @@ class BucketSource:
     ) -> Announcement:
         """See the function of this name."""
         announced = announce(weights, tensors, partial=partial, planned=self._planned and planned)
-        if self._announced is None or announced != self._announced:
+        if self._announced is None or not announced.is_same(self._announced):
             self._announced = announced
         return self._announced
 
