@@ -275,7 +275,8 @@ class RefitWorkerExtension:
 
         Errors: `manifest_mismatch` for tensors that did not come whole, `not_finite`, `refit_failed`.
         """
-        state, clock = self.refitd_state(), Clock()
+        # As in `refitd_apply_bucket`: nothing has moved since the refit was begun.
+        state, clock = self.refitd_state(look_again=False), Clock()
         refit = state.refit_under_way()
         refit.require_complete()
         clock.lap("validate")
