@@ -51,6 +51,9 @@ from tests.waiting import until
 from tests.wire import RawClient, raw_client
 from tests.worker.models import random_model
 
+# Blocks are left without a refit on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore:a prepared refit was left")
+
 NAMES = ["model.norm.weight", "model.layers.0.mlp.down_proj.weight"]
 # Less than any look at the daemon takes from here.
 AT_ONCE = 0.001

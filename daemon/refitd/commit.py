@@ -191,7 +191,8 @@ class Commit:
         """Raises `refit_in_progress` while a refit, a restore or a change of sleep is under way."""
         if self._gate.state is EngineState.REFITTING or self._exclusive is not None:
             what = self._exclusive or "another refit"
-            raise ProtocolError(ErrorCode.REFIT_IN_PROGRESS, f"{what} is under way: wait for its end")
+            message = f"{what} is under way: wait for its end; one that you have prepared ends with refit() or abort()"
+            raise ProtocolError(ErrorCode.REFIT_IN_PROGRESS, message)
 
     def drain(self) -> None:
         """From now on nothing begins; what is under way is ended by those who began it."""

@@ -106,6 +106,7 @@ def test_what_is_aborted_has_copied_nothing(gpu_daemon: Daemon, replayed: PreTra
     with unharmed(gpu_daemon), gpu_daemon.prepare_refit(replayed) as prepared:
         load_values(replayed, 10)
         assert ring_of(prepared) is not None
+        prepared.abort()
 
 
 def test_what_comes_too_late_is_an_ordinary_refit(gpu_daemon: Daemon, replayed: PreTrainedModel) -> None:
@@ -169,6 +170,8 @@ def test_many_leave_memory_and_descriptors_flat(gpu_process: DaemonProcess, repl
             with daemon.prepare_refit(replayed) as prepared:
                 if round_ % 2:
                     prepared.refit()
+                else:
+                    prepared.abort()
             if round_ == FLAT_AFTER:
                 free_bytes, descriptors = usage()
         assert usage()[0] >= free_bytes

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import signal
 import threading
+import warnings
 import weakref
 from typing import Any
 
@@ -193,8 +195,8 @@ def test_nothing_is_rung_where_nothing_waits(
     client: Daemon, daemon: Answering, rung: ListedBell, model: torch.nn.Module
 ) -> None:
     """Nor where it is aborted."""
-    with client.prepare_refit(model):
-        pass
+    with client.prepare_refit(model) as prepared:
+        prepared.abort()
     daemon.ring = None
     with client.prepare_refit(model) as prepared:
         prepared.refit()
@@ -311,6 +313,27 @@ def test_leaving_the_block_withdraws_it_once(client: Daemon, daemon: Answering, 
     with client.prepare_refit(model) as prepared:
         prepared.abort()
     assert daemon.since_prepared() == [AbortRefit]
+
+
+def test_a_block_that_forgets_its_refit_is_warned_of(client: Daemon, daemon: Answering, model: torch.nn.Module) -> None:
+    """Neither an exception nor an abort says that it is meant; both would."""
+    with pytest.warns(RuntimeWarning, match="without refit"), client.prepare_refit(model):
+        pass
+    assert daemon.since_prepared() == [AbortRefit]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ZeroDivisionError), client.prepare_refit(model):
+            raise ZeroDivisionError
+        with client.prepare_refit(model) as prepared:
+            prepared.abort()
+
+
+@pytest.mark.parametrize("hold_seconds", [0.0, -1.0, math.nan])
+def test_a_hold_that_is_none_is_the_callers_mistake(
+    client: Daemon, model: torch.nn.Module, hold_seconds: float
+) -> None:
+    with pytest.raises(ValueError, match="hold_seconds"):
+        client.prepare_refit(model, hold_seconds=hold_seconds)
 
 
 @pytest.mark.parametrize("code", [ErrorCode.UNKNOWN_REFIT, ErrorCode.STALE_EPOCH, ErrorCode.NO_SESSION])

@@ -383,6 +383,8 @@ class AsyncDaemon:
 
         terms: PrepareOptions = {**options}
         hold_seconds = terms.pop("hold_seconds", None)
+        if hold_seconds is not None and not hold_seconds > 0:
+            raise ValueError(f"hold_seconds is {hold_seconds}: it has to be more than 0, or left out")
         only, rest, timeout_seconds = split_options(terms)
         shared = shared_module(module)
         if shared is None or shared.sharded:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Self
@@ -87,6 +88,12 @@ class Preparation:
         """Comes back when `publish` has ended, however, and the daemon reads nothing of ours any more."""
         if self._publishing is not None:
             await asyncio.wait([self._publishing])
+
+    def warn_if_forgotten(self) -> None:
+        """For a block that nothing has ended early: what it served all the time are the old weights."""
+        if not self._ended:
+            message = "a prepared refit was left without refit(): nothing has changed; call abort() where that is meant"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
 
     async def withdraw(self) -> None:
         """Nothing where it has ended."""
@@ -183,6 +190,8 @@ class PreparedRefit:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is None:
+            self._preparation.warn_if_forgotten()
         self.abort()
         # What `refit` has raised the caller knows.
         if self._refitted and error_type is None:
@@ -229,7 +238,9 @@ class AsyncPreparedRefit:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is None:
+            self._preparation.warn_if_forgotten()
         await self.abort()
 
 

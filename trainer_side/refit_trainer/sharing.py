@@ -55,11 +55,20 @@ class SharedModule:
         for holder, key, data_ptr in zip(self._holders, self._keys, self._addresses, strict=True):
             tensor = holder.get(key)
             if tensor is None or local_part(tensor).data_ptr() != data_ptr:
-                return key
+                return self._name_of(holder, key)
         for modules, key, child in zip(self._parents, self._child_keys, self._children, strict=True):
             if modules.get(key) is not child:
-                return key
+                return self._name_of(modules, key)
         return None
+
+    def _name_of(self, holder: dict[str, Any], key: str) -> str:
+        """Of what one of the module's dictionaries holds, or has held; the key alone where that is no longer its."""
+        module = self._module()
+        owners = () if module is None else module.named_modules()
+        for path, owner in owners:
+            if any(held is holder for held in (owner._parameters, owner._buffers, owner._modules)):
+                return f"{path}.{key}" if path else key
+        return key
 
     def _is_in_place(self) -> bool:
         """Without a loop in Python where the tensors are whole: modules have thousands of parts."""
