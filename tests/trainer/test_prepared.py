@@ -6,6 +6,7 @@ import asyncio
 import gc
 import math
 import signal
+import sys
 import threading
 import warnings
 import weakref
@@ -47,6 +48,7 @@ from refit_trainer.sharing import shared_module
 from tests.trainer.background import in_background
 from tests.trainer.peer import Asked, Peer
 from tests.trainer.test_staging import REPORT
+from tests.waiting import LOOK_SECONDS, until
 
 EPOCH, SOURCE, REFIT, RING, WORKERS = 7, 1, 5, 17, 2
 
@@ -371,6 +373,17 @@ def test_other_failures_are_raised(client: Daemon, daemon: Answering, model: tor
     assert client.refit(model) == REPORT
 
 
+def stands_waiting(thread: threading.Thread) -> bool:
+    """In the same place at two looks, between which it could have run: not only for the interpreter."""
+    assert thread.ident is not None
+    places = []
+    for _ in range(2):
+        frame = sys._current_frames()[thread.ident]
+        places.append((frame.f_code.co_name, frame.f_lasti))
+        threading.Event().wait(LOOK_SECONDS)
+    return places[0] == places[1] and places[0][0] == "wait"
+
+
 @pytest.mark.parametrize("command", [PrepareRefit, FinishRefit])
 def test_an_interrupted_trainer_has_ended_it(
     client: Daemon, daemon: Answering, model: torch.nn.Module, command: type
@@ -380,6 +393,8 @@ def test_an_interrupted_trainer_has_ended_it(
 
     def interrupt() -> None:
         daemon.came.acquire()
+        # Python notices a signal that comes just before its thread waits for a lock only when something else wakes it.
+        until(lambda: stands_waiting(threading.main_thread()), "the caller to wait")
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
 
     interrupting, _ = in_background(interrupt)
