@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from refit_protocol.bell import BELL_BYTES
 from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import (
     AbortRefit,
@@ -22,7 +21,6 @@ from refit_protocol.messages import (
     CloseSource,
     CommitRefit,
     FinishRefit,
-    GroupMember,
     InflightPolicy,
     OpenSource,
     PrepareRefit,
@@ -36,15 +34,13 @@ from refit_protocol.messages import (
     WriterAcquired,
 )
 from refit_protocol.states import EngineState
-from refit_protocol.tensors import CudaIpcSegment, MemfdSegment, Segment
 from refit_trainer import AsyncDaemon, Daemon, NotShareable, RefitdError, Sample, share_parameters
-from refit_trainer.memory import Memfd
 from refit_trainer.prepared import PreparedRefit
-from refit_trainer.sharing import SharedModule, shared_module
 from tests.canary import sing, unharmed
 from tests.conftest import GREEDY, PROMPT, load_seed
 from tests.daemon_process import DaemonProcess
 from tests.gpu.peers import peer
+from tests.lending import exported, lent
 from tests.markov import make_markov
 from tests.test_in_flight import LONG, Running
 from tests.waiting import until
@@ -64,17 +60,6 @@ def writer(daemon_process: DaemonProcess) -> Iterator[RawClient]:
     with raw_client(daemon_process.endpoint) as client:
         client.hello(pid=os.getpid())
         yield client
-
-
-def exported(model: PreTrainedModel) -> SharedModule:
-    shared = shared_module(model)
-    assert shared is not None
-    return shared
-
-
-def lent(model: PreTrainedModel, epoch: int, bell: MemfdSegment | None = None) -> OpenSource:
-    shared = exported(model)
-    return OpenSource(epoch=epoch, kind="inplace", segments=shared.memory.segments, tensors=shared.tensors, bell=bell)
 
 
 def open_source(client: RawClient, model: PreTrainedModel) -> tuple[int, int]:
@@ -595,54 +580,3 @@ def test_what_waits_to_be_prepared_can_be_cancelled(
     asyncio.run(run())
     running.rest()
     assert running.tokens == LONG.max_tokens
-
-
-# --- bells ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_bell_that_nothing_waits_for_is_left_alone(daemon: Daemon, writer: RawClient, model: PreTrainedModel) -> None:
-    """A processor copies when it is told to: a good bell is taken, and there is nothing to ring for."""
-    bell = Memfd("bell", BELL_BYTES)
-    epoch = writer.ask(AcquireWriter(takeover=True), WriterAcquired).epoch
-    source = writer.ask(lent(model, epoch, bell.segment), SourceOpened).source
-    for _ in range(2):
-        prepared = writer.ask(PrepareRefit(epoch=epoch, source=source), RefitPrepared)
-        assert (prepared.ring, prepared.workers) == (None, 1)
-        writer.ask(FinishRefit(epoch=epoch, refit=prepared.refit), RefitCommitted)
-    assert not bell.view.any()
-    assert daemon.verify(model, full=True)
-
-
-ON_A_DEVICE = CudaIpcSegment(pid=os.getpid(), device_uuid="GPU-0", handle=bytes(64), size_bytes=BELL_BYTES)
-
-
-def of(size_bytes: int = BELL_BYTES, pid: int | None = None) -> MemfdSegment:
-    return MemfdSegment(pid=os.getpid() if pid is None else pid, fd=3, inode=3, size_bytes=size_bytes)
-
-
-@pytest.mark.parametrize(
-    ("bell", "changes", "code"),
-    [
-        (of(BELL_BYTES - 1), {}, ErrorCode.INVALID_DESCRIPTOR),
-        (of(BELL_BYTES + 1), {}, ErrorCode.INVALID_DESCRIPTOR),
-        (of(pid=1), {}, ErrorCode.INVALID_DESCRIPTOR),
-        (of(), {"kind": "bucket", "tensors": []}, ErrorCode.INVALID_DESCRIPTOR),
-        (of(), {"member": GroupMember(group="g", rank=0, world_size=2)}, ErrorCode.INVALID_DESCRIPTOR),
-        (ON_A_DEVICE, {}, ErrorCode.MALFORMED_MESSAGE),
-    ],
-    ids=["too small", "too large", "of another process", "for buckets", "of one rank", "on a device"],
-)
-def test_bad_bells_are_refused(
-    daemon: Daemon,
-    writer: RawClient,
-    model: PreTrainedModel,
-    bell: Segment,
-    changes: dict[str, object],
-    code: ErrorCode,
-) -> None:
-    """Before any worker sees them."""
-    with unharmed(daemon):
-        epoch = writer.ask(AcquireWriter(takeover=True), WriterAcquired).epoch
-        shared = exported(model)
-        fields = {"kind": "inplace", "segments": shared.memory.segments, "tensors": shared.tensors, **changes}
-        assert writer.refused(OpenSource(epoch=epoch, bell=bell, **fields)).code is code  # type: ignore[arg-type]

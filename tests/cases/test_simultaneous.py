@@ -29,10 +29,10 @@ from refit_protocol.messages import (
 from refit_protocol.states import EngineState
 from refit_protocol.tensors import BucketPiece, TensorShape
 from refit_trainer import Daemon, RefitdError, Sampling
-from refit_trainer.sharing import SharedModule, shared_module
 from tests.canary import unharmed
 from tests.conftest import PROMPT
 from tests.daemon_process import DaemonProcess
+from tests.lending import exported
 from tests.wire import RawClient, raw_client
 
 # More than the engine takes at a time, so that they run for a while.
@@ -44,12 +44,6 @@ def writer(daemon_process: DaemonProcess) -> Iterator[RawClient]:
     with raw_client(daemon_process.endpoint) as client:
         client.hello(pid=os.getpid())
         yield client
-
-
-def exported(model: PreTrainedModel) -> SharedModule:
-    shared = shared_module(model)
-    assert shared is not None
-    return shared
 
 
 def opened(client: RawClient, model: PreTrainedModel, kind: str) -> tuple[int, int]:
