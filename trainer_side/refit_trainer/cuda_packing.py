@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 VECTOR_BYTES = 16
-CHUNK_BYTES = 64 << 10
-_THREADS = 512
+CHUNK_BYTES = 32 << 10
+_THREADS = 1024
 _ROW_BYTES = 24
 
 # Compiled at run time without headers, so it names its own integer types. It is the daemon's kernel for the way back.
@@ -33,24 +33,10 @@ struct Chunk {
     u64 vectors;  // of 16 bytes
 };
 
-// Weights are read once and written once: nothing of them is worth a place in the caches.
-__device__ __forceinline__ uint4 load_once(const uint4* from) {
-    uint4 value;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "l"(from));
-    return value;
-}
-
-__device__ __forceinline__ void store_once(uint4* to, uint4 value) {
-    asm volatile("st.global.cs.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(value.x), "r"(value.y), "r"(value.z),
-                 "r"(value.w)
-                 : "memory");
-}
-
-// One block a chunk; every thread has UNDER_WAY loads under way before its first store.
-#define UNDER_WAY 8
-extern "C" __global__ __launch_bounds__(512) void copy_chunks(const Chunk* chunks) {
+// One block a chunk; every thread has UNDER_WAY loads under way before its first store. Plain loads and stores: with
+// hints to leave the caches alone they are slower.
+#define UNDER_WAY 2
+extern "C" __global__ __launch_bounds__(1024) void copy_chunks(const Chunk* chunks) {
     const Chunk chunk = chunks[blockIdx.x];
     const uint4* source = (const uint4*)chunk.source;
     uint4* target = (uint4*)chunk.target;
@@ -59,11 +45,11 @@ extern "C" __global__ __launch_bounds__(512) void copy_chunks(const Chunk* chunk
     for (; at + (UNDER_WAY - 1) * blockDim.x < count; at += UNDER_WAY * blockDim.x) {
         uint4 held[UNDER_WAY];
 #pragma unroll
-        for (int i = 0; i < UNDER_WAY; i++) held[i] = load_once(source + at + i * blockDim.x);
+        for (int i = 0; i < UNDER_WAY; i++) held[i] = source[at + i * blockDim.x];
 #pragma unroll
-        for (int i = 0; i < UNDER_WAY; i++) store_once(target + at + i * blockDim.x, held[i]);
+        for (int i = 0; i < UNDER_WAY; i++) target[at + i * blockDim.x] = held[i];
     }
-    for (; at < count; at += blockDim.x) store_once(target + at, load_once(source + at));
+    for (; at < count; at += blockDim.x) target[at] = source[at];
 }
 """
 

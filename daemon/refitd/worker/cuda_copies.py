@@ -13,7 +13,7 @@ from refitd.worker.copies import Copy, view_of
 from refitd.worker.cuda_kernels import COPY_THREADS, compile_kernels, launch, prepared
 from refitd.worker.runs import Runs, runs_of
 
-CHUNK_BYTES = 64 << 10
+CHUNK_BYTES = 32 << 10
 VECTOR_BYTES = 16
 MEANWHILE_SECONDS = 0.0003
 # Shorter rows are left to PyTorch, whose strided copies do not need a table entry for each.

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 THREADS = 256
-COPY_THREADS = 512
+COPY_THREADS = 1024
 
 
 def launch(name: str, blocks: int, threads: int, *arguments: torch.Tensor | int) -> None:

@@ -25,7 +25,7 @@ static const int LANES = 4096;
 #define FETCHED_BYTES (32 << 10)
 static const u64 GOLDEN = 0x9E3779B97F4A7C15ull;
 
-// Weights are read once and written once: nothing of them is worth a place in the caches.
+// Weights are read once: nothing of them is worth a place in the caches.
 __device__ __forceinline__ uint4 load_once(const uint4* from) {
     uint4 value;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -58,12 +58,6 @@ __device__ __forceinline__ void await_groups() {
 #endif
 }
 
-__device__ __forceinline__ void store_once(uint4* to, uint4 value) {
-    asm volatile("st.global.cs.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(value.x), "r"(value.y), "r"(value.z),
-                 "r"(value.w)
-                 : "memory");
-}
-
 // Decides for all copies behind it whether they run: they do unless the host has cancelled them. `ran` tells the host.
 extern "C" __global__ void admit(const volatile u32* cancelled, u32* may_run, volatile u32* ran) {
     const u32 yes = *cancelled == 0;
@@ -72,9 +66,10 @@ extern "C" __global__ void admit(const volatile u32* cancelled, u32* may_run, vo
     __threadfence_system();
 }
 
-// One block a chunk; every thread has COPY_UNROLL loads under way before its first store.
-#define COPY_UNROLL 8
-extern "C" __global__ __launch_bounds__(512) void copy_chunks(const Chunk* chunks, const u32* may_run) {
+// One block a chunk; every thread has COPY_UNROLL loads under way before its first store. Plain loads and stores: with
+// hints to leave the caches alone they are slower.
+#define COPY_UNROLL 2
+extern "C" __global__ __launch_bounds__(1024) void copy_chunks(const Chunk* chunks, const u32* may_run) {
     const Chunk chunk = chunks[blockIdx.x];
     const uint4* source = (const uint4*)chunk.source;
     uint4* target = (uint4*)chunk.target;
@@ -84,11 +79,11 @@ extern "C" __global__ __launch_bounds__(512) void copy_chunks(const Chunk* chunk
     for (; at + (COPY_UNROLL - 1) * blockDim.x < count; at += COPY_UNROLL * blockDim.x) {
         uint4 held[COPY_UNROLL];
 #pragma unroll
-        for (int i = 0; i < COPY_UNROLL; i++) held[i] = load_once(source + at + i * blockDim.x);
+        for (int i = 0; i < COPY_UNROLL; i++) held[i] = source[at + i * blockDim.x];
 #pragma unroll
-        for (int i = 0; i < COPY_UNROLL; i++) store_once(target + at + i * blockDim.x, held[i]);
+        for (int i = 0; i < COPY_UNROLL; i++) target[at + i * blockDim.x] = held[i];
     }
-    for (; at < count; at += blockDim.x) store_once(target + at, load_once(source + at));
+    for (; at < count; at += blockDim.x) target[at] = source[at];
 }
 
 // The bits of elements of `widths` bytes anywhere in memory, as signed integers.
