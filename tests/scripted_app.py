@@ -50,6 +50,7 @@ ANSWERS: Mapping[str, dict[str, Any]] = {
     "refitd_finish": WRITTEN,
     "refitd_open_source": OPENED,
     "refitd_begin": OPENED,
+    "refitd_apply_bucket": {"bytes": 4},
     "refitd_validate": OPENED,
     "refitd_prepare": {"waiting": False},
     "refitd_abort": {"wrote": False},

@@ -33,7 +33,7 @@ from refitd.config import Config
 from refitd.engine import Engine
 from refitd.gate import Gate
 from refitd.in_place import finish_in_place
-from refitd.open_refit import OpenRefit, unknown_refit
+from refitd.open_refit import Beginning, OpenRefit, nothing_begun, unknown_refit
 from refitd.open_window import OpenWindow
 from refitd.running import Running
 from refitd.sessions import Answer, Call, Session
@@ -43,7 +43,7 @@ from refitd.terms import ticket_for
 
 
 class BucketRefits:
-    """Keeps nothing between two commands: that is in the window. Belongs to the event loop's thread."""
+    """What is open between two commands is in the window. Belongs to the event loop's thread."""
 
     def __init__(
         self,
@@ -64,6 +64,7 @@ class BucketRefits:
         self._window = window
         self._running = running
         self._ids = ids
+        self._beginning: Beginning | None = None
 
     # --- begun --------------------------------------------------------------------------------------------------------
 
@@ -71,29 +72,41 @@ class BucketRefits:
         """Validates all that was announced, then shuts the gate: nothing is written yet."""
         assert isinstance(call.body, BeginRefit)
         body = call.body
-        source = self._sources.of_writer(call.owner, body.epoch, body.source)
-        if source.kind == "inplace":
-            source.require("bucket")
-        ticket = ticket_for(body, self._commit, self._config.refit, partial=body.partial)
-        refit = await self._running.in_window(call.owner, ticket, self._begin(call.owner, source, body, ticket))
+        beginning = self._beginning = Beginning(call.owner)
+        try:
+            source = self._sources.of_writer(call.owner, body.epoch, body.source)
+            if source.kind == "inplace":
+                source.require("bucket")
+            ticket = ticket_for(body, self._commit, self._config.refit, partial=body.partial)
+            begun = self._begin(beginning, source, body, ticket)
+            beginning.refit = refit = await self._running.in_window(call.owner, ticket, begun)
+        finally:
+            beginning.is_known.set()
         yield Answer(RefitBegan(refit=refit.id, version=ticket.version))
 
-    async def _begin(self, session: Session, source: Source, body: BeginRefit, ticket: Ticket) -> OpenRefit:
+    async def _begin(self, beginning: Beginning, source: Source, body: BeginRefit, ticket: Ticket) -> OpenRefit:
+        session = beginning.session
         if body.again:
             refit = OpenRefit.announce_again(next(self._ids), session, source, ticket)
         else:
             refit = OpenRefit.announce(next(self._ids), session, source, body.tensors, ticket)
         async with self._window.opened(refit):
             ticket.check()
-            await self._engine.call_workers(
-                "refitd_begin",
-                source.id,
-                None if body.again else [msgspec.to_builtins(tensor) for tensor in body.tensors],
-                body.partial,
-                self._config.refit.plan,
-                timeout_seconds=self._config.refit.deadline_seconds,
-                direct=source.replayed,
+            begun = self._running.run(
+                self._engine.call_workers(
+                    "refitd_begin",
+                    source.id,
+                    None if body.again else [msgspec.to_builtins(tensor) for tensor in body.tensors],
+                    body.partial,
+                    self._config.refit.plan,
+                    timeout_seconds=self._config.refit.deadline_seconds,
+                    direct=source.replayed,
+                )
             )
+            if body.again and source.replayed:
+                # What the buckets hold is known: they go to the workers behind this, before its answer.
+                beginning.tell(refit)
+            await begun
             source.announce(refit.announced)
         return refit
 
@@ -102,7 +115,8 @@ class BucketRefits:
     async def apply_bucket(self, call: Call) -> AsyncIterator[Answer]:
         assert isinstance(call.body, ApplyBucket)
         body = call.body
-        refit = self._window.under_way(call.owner, body.epoch, body.refit)
+        refit_id = await self._begun_by(call.owner) if body.refit is None else body.refit
+        refit = self._window.under_way(call.owner, body.epoch, refit_id)
         refit.require_unfinished()
         refit.source.require("bucket")
         if known := body.layout is not None and not body.pieces:
@@ -113,6 +127,16 @@ class BucketRefits:
         empty = not known and not any(piece.count for piece in body.pieces)
         size_bytes = 0 if empty else await self._running.to_its_end(self._apply(refit, body))
         yield Answer(BucketApplied(refit=refit.id, bucket=body.bucket, size_bytes=size_bytes))
+
+    async def _begun_by(self, session: Session) -> int:
+        """The number of the refit that it has asked for last, once that has one. Raises `unknown_refit`."""
+        beginning = self._beginning
+        if beginning is None or beginning.session is not session:
+            raise nothing_begun()
+        await beginning.is_known.wait()
+        if beginning.refit is None:
+            raise nothing_begun()
+        return beginning.refit.id
 
     def _check_pieces(self, refit: OpenRefit, body: ApplyBucket) -> None:
         limit = self._config.server.max_bucket_pieces
@@ -202,13 +226,14 @@ class BucketRefits:
 
     async def _finish(self, refit: OpenRefit, *, hold: bool) -> RefitHeld | RefitCommitted:
         async with refit.order:
-            # A bucket that fails ends the refit.
-            while refit.applying:
-                await asyncio.wait(refit.applying)
+            if not refit.source.replayed:
+                # The loader takes its time, which is not to be counted from here on.
+                await refit.all_applied()
             self._window.require(refit)
             async with self._window.ended_by_failure(refit):
                 if refit.held is None:
                     refit.held = await self._complete(refit)
+                self._window.require(refit)
                 if hold:
                     return refit.as_held()
                 report = await self._commit.publish(refit.ticket, refit.held)
@@ -216,18 +241,29 @@ class BucketRefits:
             return RefitCommitted(report=report)
 
     async def _complete(self, refit: OpenRefit) -> list[dict[str, Any]]:
+        """Asked of the workers behind the last bucket; that one's failure ends the refit, and not what follows from
+        it."""
+        try:
+            return await self._completed(refit)
+        finally:
+            await refit.all_applied()
+
+    async def _completed(self, refit: OpenRefit) -> list[dict[str, Any]]:
         if (prepared := refit.preparation) is not None:
             refit.preparation = None
             self._window.watch(refit)
             refit.ticket.waited_seconds = time.monotonic() - prepared.since
             return await finish_in_place(self._engine, self._config.refit, refit.source, prepared.only, refit.ticket)
-        answers = await self._engine.call_workers(
-            "refitd_finish",
-            refit.ticket.attest,
-            refit.ticket.check_finite,
-            timeout_seconds=self._config.refit.deadline_seconds,
-            writes=True,
-            direct=refit.source.replayed,
+        # On a task of its own, as each bucket is: it must not start before those of the buckets.
+        answers = await self._running.run(
+            self._engine.call_workers(
+                "refitd_finish",
+                refit.ticket.attest,
+                refit.ticket.check_finite,
+                timeout_seconds=self._config.refit.deadline_seconds,
+                writes=True,
+                direct=refit.source.replayed,
+            )
         )
         refit.source.note_written(answers)
         return answers

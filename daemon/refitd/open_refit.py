@@ -27,6 +27,19 @@ class Preparation:
 
 
 @dataclass(eq=False)
+class Beginning:
+    """Of a refit that a session has asked for; once it `is_known` what becomes of it, `refit` is there, or refused."""
+
+    session: Session
+    refit: OpenRefit | None = None
+    is_known: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def tell(self, refit: OpenRefit) -> None:
+        self.refit = refit
+        self.is_known.set()
+
+
+@dataclass(eq=False)
 class OpenRefit:
     """A window that stays open over several messages: from `BeginRefit`, `PrepareRefit` or a commit with `hold` to its
     end.
@@ -74,6 +87,11 @@ class OpenRefit:
         if self.held is not None:
             raise ProtocolError(ErrorCode.NOT_ALLOWED_NOW, f"refit {self.id} is held: finish or abort it", state="held")
 
+    async def all_applied(self) -> None:
+        """Comes back when no bucket is on its way to the workers, or with them."""
+        while self.applying:
+            await asyncio.wait(self.applying)
+
     @property
     def patience_seconds(self) -> float:
         """How long it may stay open without a word of its trainer."""
@@ -92,6 +110,10 @@ class OpenRefit:
         if self._deadline is not None and self._deadline is not asyncio.current_task():
             self._deadline.cancel()
         self._deadline = None
+
+
+def nothing_begun() -> ProtocolError:
+    return ProtocolError(ErrorCode.UNKNOWN_REFIT, "this session has begun no refit, or it was refused")
 
 
 def unknown_refit(refit_id: int) -> ProtocolError:

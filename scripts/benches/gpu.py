@@ -23,7 +23,7 @@ ROUNDS = 25
 SLOW_ROUNDS = 5
 STREAMS = 8
 STEP_SECONDS = 0.05
-BUCKET_BYTES = 3 << 29
+BUCKET_BYTES = 2 << 30
 QWEN3_8B = {
     "vocab_size": 151_936,
     "hidden_size": 4096,

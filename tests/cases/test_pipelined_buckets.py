@@ -58,7 +58,7 @@ class Trainer:
         tensors = [] if again else [*self.layout.values()]
         return BeginRefit(epoch=self.epoch, source=self.source, tensors=tensors, again=again)
 
-    def numbered(self, refit: int, number: int, *, again: bool = False) -> ApplyBucket:
+    def numbered(self, refit: int | None, number: int, *, again: bool = False) -> ApplyBucket:
         """The bucket of this number, without its pieces where they were said before."""
         filled = self.filled[number]
         pieces = [] if again else filled.pieces
@@ -104,6 +104,39 @@ def test_buckets_sent_at_once_are_applied_in_order_and_finished(daemon: Daemon, 
         assert all(isinstance(reply, BucketApplied) for reply in applied)
         assert isinstance(committed, RefitCommitted)
         assert daemon.verify(trainer.tensors, full=True)
+
+
+def test_a_whole_refit_can_be_sent_before_any_answer(daemon: Daemon, trainer: Trainer) -> None:
+    """But for its end, which needs the number; buckets without one are for the refit that was begun last."""
+    for again in (False, True):
+        trainer.wire.post(trainer.begin(again=again))
+        for number in range(len(trainer.filled)):
+            trainer.wire.post(trainer.numbered(None, number, again=again))
+        began, *applied = [trainer.wire.receive().body for _ in range(1 + len(trainer.filled))]
+        assert isinstance(began, RefitBegan)
+        assert [(reply.refit, reply.bucket) for reply in applied if isinstance(reply, BucketApplied)] == [
+            (began.refit, filled.bucket) for filled in trainer.filled
+        ]
+        trainer.wire.ask(FinishRefit(epoch=trainer.epoch, refit=began.refit), RefitCommitted)
+        assert daemon.verify(trainer.tensors, full=True)
+        trainer.repack(2)
+
+
+def test_buckets_behind_a_begin_that_is_refused_are_refused(daemon: Daemon, trainer: Trainer) -> None:
+    """So are those of a session that has begun nothing, or whose refit has ended; nothing is written, least of all into
+    the refit that made the begin fail."""
+    with unharmed(daemon):
+        assert trainer.wire.refused(trainer.numbered(None, 0)).code is ErrorCode.UNKNOWN_REFIT
+        began = trainer.wire.ask(trainer.begin(), RefitBegan)
+        trainer.wire.post(trainer.begin())
+        trainer.wire.post(trainer.numbered(None, 0))
+        codes = [reply.code for reply in (trainer.wire.receive().body, trainer.wire.receive().body)]
+        assert codes == [ErrorCode.REFIT_IN_PROGRESS, ErrorCode.UNKNOWN_REFIT]
+        aborted = trainer.wire.ask(AbortRefit(epoch=trainer.epoch, refit=began.refit), RefitAborted)
+        assert aborted.state is EngineState.READY
+        began = trainer.wire.ask(trainer.begin(), RefitBegan)
+        trainer.wire.ask(AbortRefit(epoch=trainer.epoch, refit=began.refit), RefitAborted)
+        assert trainer.wire.refused(trainer.numbered(None, 0)).code is ErrorCode.UNKNOWN_REFIT
 
 
 def test_pieces_that_have_a_number_are_said_once(daemon: Daemon, trainer: Trainer) -> None:

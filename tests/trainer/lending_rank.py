@@ -17,7 +17,7 @@ def refit(daemon: Daemon, model: torch.nn.Module) -> RefitReport:
     """As for a sharded module; that this one is whole makes no difference to what is said."""
     shared = shared_module(model)
     assert shared is not None
-    report: RefitReport = walk_blocking(daemon._daemon._ranked().refit(shared, {}), daemon._thread.call)
+    report: RefitReport = walk_blocking(daemon._daemon._ranked().refit(shared, {}), daemon._thread)
     return report
 
 

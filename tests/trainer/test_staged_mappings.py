@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -12,13 +13,13 @@ import torch
 
 from refit_protocol.messages import Manifest
 from refit_protocol.tensors import TensorShape
-from refit_trainer import LayoutMismatch
 from refit_trainer.backends import Buckets
 from refit_trainer.memory import MemfdMemory
-from refit_trainer.packing import FilledBucket
+from refit_trainer.packing import Ahead, FilledBucket
 from refit_trainer.packing_plan import PackingPlan
-from refit_trainer.staging import Staging, Weights
+from refit_trainer.staging import Staging, Weights, _Turn
 from refit_trainer.steps import walk
+from tests.trainer.background import in_background
 
 BUCKET_BYTES = 256
 
@@ -47,11 +48,24 @@ class Target:
     async def enter(self) -> None:
         self.when_entered()
 
-    async def begin(self, buckets: Buckets, tensors: list[TensorShape], *_options: Any, **_partial: Any) -> None:
+    async def begin(
+        self,
+        buckets: Buckets,
+        tensors: list[TensorShape],
+        *_options: Any,
+        ahead: Ahead,
+        **_partial: Any,
+    ) -> None:
         self.events.append("begun")
         self._views = buckets.views
         self.tensors = {shape.name: torch.zeros(shape.shape, dtype=getattr(torch, shape.dtype)) for shape in tensors}
         self.pieces = []
+        try:
+            for filled in await ahead():
+                await self.apply(filled)
+        except asyncio.CancelledError:
+            self.events.append("ended early")
+            raise
 
     async def apply(self, filled: FilledBucket) -> None:
         self.events.append(f"applied {filled.bucket}")
@@ -133,32 +147,65 @@ def test_part_of_a_mapping(staging: Staging, target: Target) -> None:
         assert same(target.tensors, {name: weights[name] for name in only or weights})
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"wide": torch.ones(9, 21)}, r"wide is float32 \[9, 21\], but float32 \[9, 20\] is expected"),
-        ({"stranger": torch.ones(1)}, "stranger is not expected"),
-        ({"last": torch.ones(31, dtype=torch.int8)}, r"last is int8 \[31\], but float32 \[31\] is expected"),
-    ],
-)
-def test_what_changes_while_the_role_is_waited_for_is_refused(
-    staging: Staging, target: Target, change: dict[str, torch.Tensor], says: str
-) -> None:
-    """By name, also where a plan for what was announced is there already."""
+@pytest.mark.parametrize("only", [None, ["wide", "small", "last"]])
+def test_what_is_given_at_the_call_is_what_comes(staging: Staging, target: Target, only: list[str] | None) -> None:
+    """Whatever happens to the mapping while the role is waited for: tensors replaced, added and taken away."""
     weights = weights_of(0)
+    given = {name: weights[name] for name in only or weights}
+
+    def change() -> None:
+        weights.update({"wide": torch.ones(9, 21), "stranger": torch.ones(1)})
+        del weights["small"]
+
     refit(staging, target, weights)
-    target.when_entered = lambda: weights.update(change)
-    with pytest.raises(LayoutMismatch, match=says):
-        refit(staging, target, weights)
-    assert "aborted" in target.events
+    target.when_entered = change
+    refit(staging, target, weights, only)
+    assert same(target.tensors, given)
 
 
-def test_tensor_taken_away_while_the_role_is_waited_for_is_missed(staging: Staging, target: Target) -> None:
-    """It was announced."""
-    weights = weights_of(0)
-    target.when_entered = lambda: weights.__delitem__("small")
-    with pytest.raises(LayoutMismatch, match="ended without small"):
-        refit(staging, target, weights)
+def test_refits_of_two_threads_take_turns(staging: Staging, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one's tensors are not packed before the first has ended, and each brings its own."""
+    first, second, later = weights_of(0), weights_of(1), Target(target.events)
+    refit(staging, target, first)
+    alone = [*target.events]
+    target.events.clear()
+    waits, wait = threading.Event(), _Turn.wait
+
+    async def noted(turn: _Turn) -> None:
+        waits.set()
+        await wait(turn)
+
+    monkeypatch.setattr(_Turn, "wait", noted)
+    threads = []
+
+    def begin_another() -> None:
+        threads.append(in_background(refit, staging, later, second))
+        assert waits.wait(30)
+
+    target.when_entered = begin_another
+    refit(staging, target, first)
+    [(thread, outcome)] = threads
+    thread.join()
+    assert outcome == [None]
+    assert target.events == alone + alone
+    assert same(target.tensors, first)
+    assert same(later.tensors, second)
+
+
+def test_who_stops_waiting_for_its_turn_leaves_it_to_others(staging: Staging, target: Target) -> None:
+    """A cancelled refit that has never had the buckets: the next one gets them."""
+
+    async def scenario() -> None:
+        with staging._in_use:
+            waiting = asyncio.create_task(walk(staging.refit(target, weights_of(0), None, None, {}, no_manifest)))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+        assert waiting.cancelled()
+        await walk(staging.refit(target, weights_of(1), None, None, {}, no_manifest))
+
+    asyncio.run(scenario())
+    assert same(target.tensors, weights_of(1))
 
 
 def test_one_bucket_is_packed_before_the_gate_closes(staging: Staging, target: Target) -> None:
@@ -170,15 +217,71 @@ def test_one_bucket_is_packed_before_the_gate_closes(staging: Staging, target: T
     ]
 
 
-def test_where_packing_costs_no_time_all_buckets_are_packed_before_the_gate_closes(
+def test_where_packing_is_only_enqueued_the_gate_closes_meanwhile(
     staging: Staging, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU. None is packed again before it has been read."""
+    """As on a GPU: all buckets are packed before the first is read, and none again before it has been."""
     monkeypatch.setattr(PackingPlan, "ahead", 2)
     weights = {name: torch.randn(64) for name in "abcd"}
     refit(staging, target, weights)
     assert target.events == [
-        *("packed 0", "packed 1", "begun", "applied 0", "applied 1"),
+        *("begun", "packed 0", "packed 1", "applied 0", "applied 1"),
         *("packed 0", "applied 0", "packed 1", "applied 1", "finished"),
     ]
     assert same(target.tensors, weights)
+
+
+def test_the_first_bucket_of_the_same_tensors_is_packed_at_once(
+    staging: Staging, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where packing is only enqueued, and tensors of the same names, shapes and kinds came the last time."""
+    monkeypatch.setattr(PackingPlan, "ahead", 2)
+    weights = {name: torch.randn(64) for name in "abcd"}
+    moved = {name: tensor * 2 for name, tensor in weights.items()}
+    first, again = ["begun", "packed 0"], ["packed 0", "begun"]
+    for present, events in ((weights, first), (weights, again), (moved, again)):
+        target.events.clear()
+        refit(staging, target, present)
+        assert target.events[:3] == [*events, "packed 1"]
+        assert same(target.tensors, present)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"a": torch.randn(32)},
+        {"a": torch.randn(8, 8).t()},
+        {"a": torch.arange(64)},
+        {"a": torch.nn.Parameter(torch.randn(64))},
+        {"d": torch.randn(200)},
+        {"e": torch.randn(3)},
+    ],
+    ids=["shape", "strides", "dtype", "kind", "another one", "one more"],
+)
+def test_a_first_bucket_that_was_packed_for_nothing_is_packed_again(
+    staging: Staging, target: Target, monkeypatch: pytest.MonkeyPatch, change: dict[str, torch.Tensor]
+) -> None:
+    """What has changed shows when all tensors are looked at, or at once if it is in the first bucket."""
+    monkeypatch.setattr(PackingPlan, "ahead", 2)
+    weights = {name: torch.randn(64) for name in "abcd"}
+    for present in (weights, weights | change, weights):
+        refit(staging, target, present)
+        assert same(target.tensors, present)
+
+
+def test_a_failure_to_pack_ends_what_was_begun_meanwhile(
+    staging: Staging, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The beginning, which waits for buckets that never come, is over before the target is told to abort."""
+    monkeypatch.setattr(PackingPlan, "ahead", 2)
+
+    def fail(_memory: NotedMemory, _segment: int | None = None) -> None:
+        raise OSError("no device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(NotedMemory, "synchronise", fail)
+        with pytest.raises(OSError, match="no device"):
+            refit(staging, target, weights_of(0))
+    assert target.events == ["begun", "ended early", "aborted"]
+    refit(staging, target, weights_of(1))
+    assert same(target.tensors, weights_of(1))

@@ -59,12 +59,15 @@ from refit_trainer import (
     writer,
 )
 from refit_trainer.layouts import layout_of
+from refit_trainer.packing import FilledBucket
+from refit_trainer.packing_plan import PackingPlan
 from refit_trainer.sharing import shared_module
 from refit_trainer.steps import Steps
 from tests.trainer.background import in_background
 from tests.trainer.peer import STATUS, Asked, Peer, endpoint_in, running
 
 TENSORS = {name: torch.full((16,), float(index)) for index, name in enumerate("abcdef")}
+SPECS = [*layout_of(TENSORS.items()).values()]
 REPORT = RefitReport(
     version=4,
     path="plan",
@@ -211,6 +214,61 @@ def test_bucket_is_packed_while_the_other_is_read(peer: Peer, client: Daemon) ->
     assert outcome == [REPORT]
 
 
+def test_the_end_is_asked_for_behind_the_last_bucket(peer: Peer, client: Daemon) -> None:
+    """Which is not answered yet; the refit has ended when all of it is."""
+    thread, outcome = in_background(client.refit, {name: TENSORS[name] for name in "abcd"})
+    grant(peer)
+    begin(peer)
+    applied(peer.next(ApplyBucket))
+    last, end = peer.next(ApplyBucket), peer.next(FinishRefit)
+    applied(last)
+    end.reply(RefitCommitted(report=REPORT))
+    thread.join()
+    assert outcome == [REPORT]
+
+
+def test_what_a_last_bucket_was_refused_with_is_raised(peer: Peer, client: Daemon) -> None:
+    """Not what the end behind it was refused with, though that comes first."""
+    thread, outcome = in_background(client.refit, {name: TENSORS[name] for name in "abcd"})
+    grant(peer)
+    begin(peer)
+    applied(peer.next(ApplyBucket))
+    last, end = peer.next(ApplyBucket), peer.next(FinishRefit)
+    end.fail(ErrorCode.UNKNOWN_REFIT)
+    last.fail(ErrorCode.REFIT_FAILED)
+    peer.next(AbortRefit).fail(ErrorCode.UNKNOWN_REFIT)
+    thread.join()
+    assert outcome[0].code is ErrorCode.REFIT_FAILED
+
+
+def test_first_buckets_are_sent_behind_a_begin_that_says_nothing_new(peer: Peer, client: Daemon) -> None:
+    """Before its answer, so without the refit's number; where it is refused that is what is raised."""
+    for answer in ("first", "again", "refused"):
+        thread, outcome = in_background(client.refit, TENSORS)
+        if answer == "first":
+            grant(peer)
+            begin(peer)
+            first, numbered = peer.next(ApplyBucket), 5
+        else:
+            began, first, numbered = peer.next(BeginRefit), peer.next(ApplyBucket), None
+        assert first.body.refit == numbered
+        if answer == "refused":
+            first.fail(ErrorCode.UNKNOWN_REFIT)
+            began.fail(ErrorCode.DEADLINE_EXCEEDED)
+            thread.join()
+            assert outcome[0].code is ErrorCode.DEADLINE_EXCEEDED
+            return
+        if answer == "again":
+            began.reply(RefitBegan(refit=5, version=4))
+        applied(first)
+        while isinstance((asked := peer.next()).body, ApplyBucket):
+            assert asked.body.refit == 5
+            applied(asked)
+        asked.reply(RefitCommitted(report=REPORT))
+        thread.join()
+        assert outcome == [REPORT]
+
+
 def test_what_the_buckets_hold_is_said_once(peer: Peer, client: Daemon) -> None:
     """The next refit gives the numbers alone; where other tensors are announced, all of it again."""
     said: list[list[tuple[int | None, bool]]] = []
@@ -237,8 +295,7 @@ def test_failing_iterator_aborts_what_was_begun(peer: Peer, client: Daemon) -> N
         yield from list(TENSORS.items())[:3]
         raise OSError("the disk is gone")
 
-    specs = [*layout_of(TENSORS.items()).values()]
-    thread, outcome = in_background(client.refit, tensors(), specs)
+    thread, outcome = in_background(client.refit, tensors(), SPECS)
     grant(peer)
     begin(peer)
     applied(peer.next(ApplyBucket))
@@ -273,9 +330,33 @@ def test_refused_begin_is_not_aborted(peer: Peer, client: Daemon) -> None:
     thread.join()
 
 
+def test_failure_to_pack_withdraws_a_begin_that_is_not_answered(
+    peer: Peer, client: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where that is sent before the first bucket is packed: the role is given up with it."""
+    has_begun = threading.Event()
+
+    def pack(_plan: PackingPlan, _tensors: object) -> Iterator[FilledBucket]:
+        assert has_begun.wait(30)
+        raise OSError("no device")
+        yield
+
+    monkeypatch.setattr(PackingPlan, "ahead", 2)
+    monkeypatch.setattr(PackingPlan, "pack", pack)
+    thread, outcome = in_background(client.refit, TENSORS)
+    grant(peer)
+    peer.next(BeginRefit)
+    has_begun.set()
+    peer.next(ReleaseWriter).reply(WriterReleased())
+    thread.join()
+    assert isinstance(outcome[0], OSError)
+
+
 def test_no_tensors_at_all_is_an_error(client: Daemon, peer: Peer) -> None:
-    """An empty generator is a mistake in the caller, not a refit of nothing."""
-    thread, outcome = in_background(client.refit, {})
+    """An empty dict or generator is a mistake in the caller, not a refit of nothing."""
+    with pytest.raises(ValueError, match="not one tensor"):
+        client.refit({})
+    thread, outcome = in_background(client.refit, iter(()), [])
     peer.next(AcquireWriter).reply(WriterAcquired(epoch=7))
     thread.join()
     assert isinstance(outcome[0], ValueError)
@@ -300,7 +381,7 @@ def of_ranks(daemon: AsyncDaemon) -> Steps[RefitReport]:
 
 
 @pytest.mark.parametrize(
-    "begin", [lambda daemon: daemon.refit_steps(TENSORS, None, {}), of_ranks], ids=["one", "ranks"]
+    "begin", [lambda daemon: daemon.refit_steps(iter(TENSORS.items()), SPECS, {}), of_ranks], ids=["one", "ranks"]
 )
 def test_an_interrupt_just_after_the_role_came_leaves_it(
     peer: Peer, leading: None, begin: Callable[[AsyncDaemon], Steps[RefitReport]]
@@ -324,9 +405,8 @@ def test_an_interrupt_just_after_the_role_came_leaves_it(
 @pytest.mark.parametrize("weights", [TENSORS, list(TENSORS.items())], ids=["mapping", "iterator"])
 def test_unknown_name_among_those_selected_is_refused(client: Daemon, weights: object) -> None:
     """As in place; a partial refit that leaves out what was asked for would pass for done. Nothing is asked for."""
-    specs = [*layout_of(TENSORS.items()).values()]
     with pytest.raises(LayoutMismatch) as refused:
-        client.refit(weights, specs, only=["a", "no.such.tensor"])
+        client.refit(weights, SPECS, only=["a", "no.such.tensor"])
     assert refused.value.code is ErrorCode.MANIFEST_MISMATCH
     assert refused.value.details["unexpected"] == ["no.such.tensor"]
 
@@ -362,7 +442,7 @@ def test_interrupted_refit_is_ended_before_the_interrupt_goes_on(peer: Peer, cli
     [
         (lambda client: client.refit(TENSORS), BeginRefit),
         (lambda client: client.refit(share_parameters(torch.nn.Linear(2, 2))), CommitRefit),
-        (lambda client: client.receive_refit(1, [*layout_of(TENSORS.items()).values()]), BeginRefit),
+        (lambda client: client.receive_refit(1, SPECS), BeginRefit),
         (lambda client: client.reload(), ReloadWeights),
     ],
 )
@@ -456,8 +536,7 @@ def test_a_daemon_that_is_gone_ends_a_refit_in_the_middle(tmp_path: Path, monkey
                     client.status()
                 yield from list(TENSORS.items())[3:]
 
-            specs = [*layout_of(TENSORS.items()).values()]
-            thread, outcome = in_background(client.refit, tensors(), specs)
+            thread, outcome = in_background(client.refit, tensors(), SPECS)
             grant(peer)
             begin(peer)
             applied(peer.next(ApplyBucket))

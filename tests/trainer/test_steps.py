@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from refit_trainer.steps import Steps, walk, walk_blocking
+from refit_trainer.client import LoopThread
+from refit_trainer.steps import Started, Steps, walk, walk_blocking
 
 Walk = Callable[[Steps[Any]], Any]
 
 
 def blocking(steps: Steps[Any]) -> Any:
-    def call(work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run(work)
-
-    return walk_blocking(steps, call)
+    thread = LoopThread()
+    try:
+        return walk_blocking(steps, thread)
+    finally:
+        thread.stop()
 
 
 def on_loop(steps: Steps[Any]) -> Any:
@@ -70,6 +72,32 @@ def test_generator_cleans_up_with_steps_after_an_error(walk_it: Walk) -> None:
     with pytest.raises(ValueError, match="a step failed"):
         walk_it(steps())
     assert cleaned == [8]
+
+
+@pytest.mark.parametrize("walk_it", [blocking, on_loop])
+def test_a_started_step_goes_on_beside_the_others(walk_it: Walk) -> None:
+    """It has begun before the next step, which can wait for what comes of it; the generator does not."""
+    order: list[str] = []
+    may_end, has_ended = asyncio.Event(), asyncio.Event()
+
+    async def beside() -> None:
+        order.append("begun")
+        await may_end.wait()
+        order.append("ended")
+        has_ended.set()
+
+    async def end() -> None:
+        order.append("asked to end")
+        may_end.set()
+        await has_ended.wait()
+
+    def steps() -> Steps[str]:
+        yield Started(beside())
+        yield end()
+        return "done"
+
+    assert walk_it(steps()) == "done"
+    assert order == ["begun", "asked to end", "ended"]
 
 
 def test_cancellation_is_cleaned_up_after() -> None:

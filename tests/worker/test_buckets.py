@@ -171,6 +171,58 @@ def test_a_bucket_of_a_refit_that_has_ended_leaves_the_next_one_alone(
     push(bucket_worker, memories, 0, [(norm, 3, weights[norm][3:])])
 
 
+def test_the_end_waits_for_the_buckets_before_it(
+    bucket_worker: LoadedWorker,
+    memories: list[ExportedMemory],
+    weights_of: Callable[[Kind, int], Weights],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In turns, too: it is called while the last bucket is still being written, and answers when all has arrived."""
+    fresh, weights = weights_of("qwen3", 2), weights_of("qwen3", 1)
+    refit(bucket_worker, memories, fresh, 1 << 20)
+    digest = refit(bucket_worker, memories, weights, 1 << 20)["digest"]
+    refit(bucket_worker, memories, fresh, 1 << 20)
+    last = "model.norm.weight"
+    bucket_worker.call("refitd_begin", SOURCE, announced(weights))
+    others = {name: tensor for name, tensor in weights.items() if name != last}
+    for pieces in buckets_of(others, 1 << 20):
+        push(bucket_worker, memories, 0, pieces)
+    memories[1].view(weights[last].dtype, 0, weights[last].shape, (1,)).copy_(weights[last])
+    waited = iter(range(3))
+    segments = bucket_worker.worker.refitd_kept_state.sources[SOURCE].segments
+    with monkeypatch.context() as patch:
+        patch.setattr(segments, "turns_until_written", lambda _: (None for _ in waited))
+        piece = {"name": last, "first": 0, "count": weights[last].numel(), "offset_bytes": 0}
+        bucket = bucket_worker.worker.refitd_apply_bucket_in_turns(1, [piece])
+        next(bucket)
+        end = bucket_worker.worker.refitd_finish_in_turns("full", False)
+        next(end)
+        assert to_the_end(bucket)["ok"]
+    answer = to_the_end(end)
+    assert answer["digest"] == digest
+    assert not next(waited, None)
+    assert bucket_worker.refused("refitd_finish")[0] == "unknown_refit"
+
+
+def test_the_end_behind_a_bucket_that_fails_is_refused(
+    bucket_worker: LoadedWorker, memories: list[ExportedMemory], weights_of: Callable[[Kind, int], Weights]
+) -> None:
+    """It was called before the failure, and says whether anything was written."""
+    weights = weights_of("qwen3", 1)
+    bucket_worker.call("refitd_begin", SOURCE, announced(weights))
+    refit_under_way = bucket_worker.worker.refitd_kept_state.refit
+    for pieces in buckets_of(weights, 1 << 20):
+        push(bucket_worker, memories, 0, pieces)
+    refit_under_way._begun -= 1
+    end = bucket_worker.worker.refitd_finish_in_turns("sampled", False)
+    next(end)
+    bucket_worker.refused(
+        "refitd_apply_bucket", 0, [{"name": "model.norm.weight", "first": 0, "count": 3, "offset_bytes": 0}]
+    )
+    answer = to_the_end(end)
+    assert (answer["error"]["code"], answer["wrote"]) == ("unknown_refit", True)
+
+
 def test_a_call_in_turns_that_nobody_could_make_is_an_answer(bucket_worker: LoadedWorker) -> None:
     """Else it would end the line, and with it the engine."""
     answer = to_the_end(bucket_worker.worker.refitd_apply_bucket_in_turns())

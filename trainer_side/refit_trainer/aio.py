@@ -74,7 +74,6 @@ _Fact = TypeVar("_Fact", bound=Fact)
 
 # Loading a model, waking up and draining before sleep move gigabytes or wait for generations.
 SLOW_SECONDS = 600.0
-_BUCKET_BYTES = 64 << 20
 _LOOK_AGAIN_SECONDS = 0.2
 
 
@@ -84,7 +83,8 @@ class ConnectOptions(TypedDict, total=False):
     `request_seconds` bounds later calls that have no bound of their own, by default as `connect` is bounded.
     `patience_seconds`: how long streams and calls wait for a lost connection; by default streams as long as the daemon
     keeps the session, and calls to their own bound.
-    `bucket_bytes`, 64 MiB by default, is half of the memory of the staging buckets: two, on a GPU three.
+    `bucket_bytes`, by default 64 MiB and on a GPU 512, is half of the memory of the staging buckets: two, on a GPU
+    four, and no larger than all tensors need.
     """
 
     client: str
@@ -104,7 +104,7 @@ class AsyncDaemon:
         self._plan = options.get("plan")
         self._role = WriterRole(connection, self._plan)
         self._ranks: RankedRefits | None = None
-        self._bucket_bytes = options.get("bucket_bytes", _BUCKET_BYTES)
+        self._bucket_bytes = options.get("bucket_bytes")
         self._staging: Staging | None = None
         self._timeout_seconds = timeout_seconds
         self._engine_devices: list[str] = []

@@ -183,7 +183,7 @@ class Daemon:
 
     def verify(self, weights: torch.nn.Module | Mapping[str, torch.Tensor], *, full: bool = False) -> bool:
         """Whether the engine serves exactly these weights, by the digests of both; `full` looks at every element."""
-        return walk_blocking(self._daemon.verify_steps(weights, full=full), self._thread.call)
+        return walk_blocking(self._daemon.verify_steps(weights, full=full), self._thread)
 
     def refit(
         self,
@@ -211,7 +211,7 @@ class Daemon:
 
         When it is cancelled, interrupted or raises, the daemon has ended it too, unless it cannot be reached.
         """
-        return walk_blocking(self._daemon.refit_steps(weights, specs, options), self._thread.call)
+        return walk_blocking(self._daemon.refit_steps(weights, specs, options), self._thread)
 
     def prepare_refit(self, module: torch.nn.Module, **options: Unpack[PrepareOptions]) -> PreparedRefit:
         """All of a refit but its copy, before the weights are final; to be used with `with`.
@@ -230,7 +230,7 @@ class Daemon:
         """
         from refit_trainer.prepared import PreparedRefit
 
-        preparation = walk_blocking(self._daemon.prepare_steps(module, options), self._thread.call)
+        preparation = walk_blocking(self._daemon.prepare_steps(module, options), self._thread)
         return PreparedRefit(preparation, self._thread)
 
     def reload(self, path: str | os.PathLike[str] | None = None, **options: Unpack[CommitOptions]) -> RefitReport:
@@ -241,8 +241,8 @@ class Daemon:
         """A group of this process and the engine's workers, to be used with `with`; see `AsyncDaemon.collective`."""
         from refit_trainer.collective import Collective
 
-        broadcaster = walk_blocking(self._daemon.collective_steps(address, options), self._thread.call)
-        return Collective(broadcaster, self._thread.call)
+        broadcaster = walk_blocking(self._daemon.collective_steps(address, options), self._thread)
+        return Collective(broadcaster, self._thread)
 
     def restore(self) -> WeightsRestored:
         return self._thread.call(self._daemon.restore())

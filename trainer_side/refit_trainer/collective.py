@@ -19,7 +19,7 @@ from refit_trainer.layouts import announced, check_selection, selected
 from refit_trainer.names import checkpoint_tensors
 from refit_trainer.process_group import TIMEOUT_SECONDS, BroadcastGroup, Listener, local_address, terms_of
 from refit_trainer.refits import RefitOptions, split_options
-from refit_trainer.steps import Steps, walk, walk_blocking
+from refit_trainer.steps import Loop, Steps, walk, walk_blocking
 from refit_trainer.writer import WriterRole
 
 if TYPE_CHECKING:
@@ -130,9 +130,9 @@ class AsyncCollective:
 class Collective:
     """The same for `Daemon.collective()`; belongs to the thread that uses it."""
 
-    def __init__(self, broadcaster: Broadcaster, call: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
+    def __init__(self, broadcaster: Broadcaster, loop: Loop) -> None:
         self._broadcaster = broadcaster
-        self._call = call
+        self._loop = loop
 
     def refit(
         self,
@@ -141,11 +141,11 @@ class Collective:
         **options: Unpack[RefitOptions],
     ) -> RefitReport:
         """See `AsyncCollective.refit`."""
-        return walk_blocking(self._broadcaster.refit_steps(weights, specs, options), self._call)
+        return walk_blocking(self._broadcaster.refit_steps(weights, specs, options), self._loop)
 
     def close(self) -> None:
         """The workers leave the group. A second time does nothing."""
-        self._call(self._broadcaster.close())
+        self._loop.call(self._broadcaster.close())
 
     def __enter__(self) -> Self:
         return self

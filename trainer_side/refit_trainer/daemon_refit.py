@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from refit_protocol.awake import awake
 from refit_protocol.errors import ErrorCode
@@ -13,6 +13,7 @@ from refit_protocol.messages import (
     ApplyBucket,
     BucketApplied,
     CommitRefit,
+    Fact,
     FinishRefit,
     PrepareRefit,
     RefitCommitted,
@@ -32,8 +33,10 @@ from refit_trainer.steps import Steps
 from refit_trainer.writer import WriterRole
 
 if TYPE_CHECKING:
-    from refit_trainer.packing import FilledBucket
+    from refit_trainer.packing import Ahead, FilledBucket
     from refit_trainer.sharing import SharedModule
+
+_Fact = TypeVar("_Fact", bound=Fact)
 
 # Longer than a GPU takes to copy what it can hold. A CPU needs its cores for the copy.
 AWAKE_SECONDS = {"cuda": 0.025}
@@ -137,22 +140,50 @@ class DaemonRefit(OneRefit):
     # --- buckets ---
 
     async def begin(
-        self, buckets: Buckets, tensors: list[TensorShape], options: CommitOptions, *, partial: bool
+        self,
+        buckets: Buckets,
+        tensors: list[TensorShape],
+        options: CommitOptions,
+        *,
+        partial: bool,
+        ahead: Ahead | None = None,
     ) -> None:
+        """Buckets that are packed `ahead` are sent without the answer where the daemon knows what they hold. Returns
+        when the one that is packed next has been read."""
         await self.open(buckets, "bucket", [])
         self._buckets = len(buckets.views)
         self._awake_seconds = AWAKE_SECONDS.get(buckets.views[0].device.type, 0.0)
+        again = self._role.announces_again(self._source, tensors)
         with awake(self._awake_seconds):
-            await self._begin(self._source, tensors, options, partial=partial)
+            began = asyncio.create_task(self._begin(self._source, tensors, options, partial=partial))
+            try:
+                if not again:
+                    await began
+                filled = [] if ahead is None else await ahead()
+                for bucket in filled:
+                    self._send(bucket)
+                await began
+            except BaseException:
+                began.cancel()
+                await asyncio.gather(began, return_exceptions=True)
+                raise
+            if filled:
+                await self._following_read(filled[-1])
 
     async def apply(self, filled: FilledBucket) -> None:
         """Returns when the bucket that is packed next has been read."""
+        self._send(filled)
+        with awake(self._awake_seconds):
+            await self._following_read(filled)
+
+    def _send(self, filled: FilledBucket) -> None:
         self._reading[filled.bucket] = asyncio.create_task(self._apply(self._applied, filled))
         self._applied += 1
+
+    async def _following_read(self, filled: FilledBucket) -> None:
         following = self._reading.pop((filled.bucket + 1) % self._buckets, None)
         if following is not None:
-            with awake(self._awake_seconds):
-                await following
+            await following
 
     async def _apply(self, number: int, filled: FilledBucket) -> BucketApplied:
         """The `number`th bucket of this refit. What it holds is said only where it was not the same the last time."""
@@ -160,7 +191,7 @@ class DaemonRefit(OneRefit):
         again = (before := known.get(number)) is not None and before.holds_the_same(filled)
         command = ApplyBucket(
             epoch=self._epoch,
-            refit=self._under_way,
+            refit=self._number,
             bucket=filled.bucket,
             pieces=[] if again else filled.pieces,
             layout=number if number < _MAX_LAYOUTS else None,
@@ -172,16 +203,13 @@ class DaemonRefit(OneRefit):
 
     async def hold_finished(self) -> RefitHeld:
         """The last bucket has been sent: all but published."""
-        await self._all_read()
-        command = FinishRefit(epoch=self._epoch, refit=self._under_way, hold=True)
-        return await self._go_on(command, RefitHeld)
+        return await self._finished(FinishRefit(epoch=self._epoch, refit=self._under_way, hold=True), RefitHeld)
 
     # --- the end of a refit that has a number ---
 
     async def finish(self) -> RefitReport:
         with awake(self._awake_seconds):
-            await self._all_read()
-            committed = await self._go_on(FinishRefit(epoch=self._epoch, refit=self._under_way), RefitCommitted)
+            committed = await self._finished(FinishRefit(epoch=self._epoch, refit=self._under_way), RefitCommitted)
         self._number = None
         return committed.report
 
@@ -196,9 +224,18 @@ class DaemonRefit(OneRefit):
         assert self._number is not None, "begin() or hold() comes first"
         return self._number
 
-    async def _all_read(self) -> None:
-        for applied in list(self._reading.values()):
-            await applied
+    async def _finished(self, command: FinishRefit, expected: type[_Fact]) -> _Fact:
+        """Sent behind the last bucket, whose answer it does not wait for. What a bucket failed with goes first: the end
+        of that refit then fails, too."""
+        finishing = asyncio.create_task(self._go_on(command, expected))
+        try:
+            for applied in list(self._reading.values()):
+                await applied
+            return await finishing
+        except BaseException:
+            finishing.cancel()
+            await asyncio.gather(finishing, return_exceptions=True)
+            raise
 
 
 def refit_in_place(

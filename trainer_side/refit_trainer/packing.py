@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import cycle
 from math import prod
+from typing import TypeAlias
 
 import torch
 
@@ -17,6 +18,10 @@ from refit_trainer.errors import LayoutMismatch
 
 ALIGNMENT_BYTES = 64
 MAX_PLACES = 1 << 16
+# A tensor of more is cut where a bucket ends, between two units of no more.
+CUT_BYTES = 1 << 20
+# What a bucket may lack where the next tensor is not cut, or is cut between two units.
+_SLACK_BYTES = 2 * CUT_BYTES
 EXPECTED = "pass specs= where an iterator yields other tensors than the last one did, or than the engine has"
 
 
@@ -32,28 +37,52 @@ class FilledBucket:
         return self.bucket == other.bucket and self.pieces == other.pieces
 
 
-class Placing:
-    """Gives pieces their places: one behind the other, in `count` buckets in turn."""
+Ahead: TypeAlias = Callable[[], Awaitable[Sequence[FilledBucket]]]
+"""The buckets that are packed before the first one is read, once they are."""
 
-    def __init__(self, count: int, bucket_bytes: int, max_pieces: int) -> None:
+
+class Placing:
+    """Gives pieces their places: one behind the other, in `count` buckets in turn, each filled up to `fill_bytes`."""
+
+    def __init__(self, count: int, fill_bytes: int, max_pieces: int) -> None:
         self._count = count
-        self._bucket_bytes = bucket_bytes
+        self._fill_bytes = fill_bytes
         self._max_pieces = max_pieces
         self.filled = FilledBucket(0)
 
     def of(self, tensor: TensorShape) -> Iterator[tuple[FilledBucket, BucketPiece]]:
         """The pieces of the tensor that comes next, each with its bucket: another one than before when that is full."""
-        item_bytes = ITEM_BYTES[tensor.dtype]
-        for first, count in _cuts(tensor, self._bucket_bytes):
-            offset_bytes = aligned(self.filled.size_bytes, ALIGNMENT_BYTES)
-            end_bytes = offset_bytes + count * item_bytes
-            if len(self.filled.pieces) == self._max_pieces or end_bytes > self._bucket_bytes:
-                self.filled = FilledBucket((self.filled.bucket + 1) % self._count)
-                offset_bytes, end_bytes = 0, count * item_bytes
-            piece = BucketPiece(name=tensor.name, first=first, count=count, offset_bytes=offset_bytes)
-            self.filled.pieces.append(piece)
-            self.filled.size_bytes = end_bytes
-            yield self.filled, piece
+        item_bytes, unit = ITEM_BYTES[tensor.dtype], _unit_elements(tensor, self._fill_bytes)
+        if not tensor.elements:
+            yield self._placed(tensor.name, 0, 0, 0)
+        first = 0
+        while first < tensor.elements:
+            left, room = tensor.elements - first, max(0, self._room_bytes // item_bytes)
+            count = left if left <= room else room - room % unit
+            if count:
+                yield self._placed(tensor.name, first, count, count * item_bytes)
+                first += count
+            else:
+                self._go_on()
+
+    @property
+    def _offset_bytes(self) -> int:
+        return aligned(self.filled.size_bytes, ALIGNMENT_BYTES)
+
+    @property
+    def _room_bytes(self) -> int:
+        return 0 if len(self.filled.pieces) == self._max_pieces else self._fill_bytes - self._offset_bytes
+
+    def _placed(self, name: str, first: int, count: int, size_bytes: int) -> tuple[FilledBucket, BucketPiece]:
+        if len(self.filled.pieces) == self._max_pieces:
+            self._go_on()
+        piece = BucketPiece(name=name, first=first, count=count, offset_bytes=self._offset_bytes)
+        self.filled.pieces.append(piece)
+        self.filled.size_bytes = piece.offset_bytes + size_bytes
+        return self.filled, piece
+
+    def _go_on(self) -> None:
+        self.filled = FilledBucket((self.filled.bucket + 1) % self._count)
 
 
 class Places:
@@ -90,7 +119,7 @@ def pack(
     """
     places = places or Places(buckets)
     missing = dict(announced)
-    placing = Placing(len(buckets), buckets[0].numel(), max_pieces)
+    placing = Placing(len(buckets), fill_bytes(announced.values(), buckets[0].numel(), len(buckets)), max_pieces)
     filled = placing.filled
     for name, tensor in tensors:
         expected = _check_announced(name, tensor, announced, missing)
@@ -203,16 +232,36 @@ def _copy_rows(tensor: torch.Tensor, first: int, flat: torch.Tensor) -> None:
         done += target.numel()
 
 
-def _cuts(tensor: TensorShape, bucket_bytes: int) -> Iterator[tuple[int, int]]:
-    """(first element, count) of every piece: one for a tensor that fits a bucket, else whole rows where a row fits."""
-    elements, room = tensor.elements, bucket_bytes // ITEM_BYTES[tensor.dtype]
-    if elements <= room:
-        yield 0, elements
-        return
-    row_elements = prod(tensor.shape[1:])
-    most = room - room % row_elements if row_elements <= room else room
-    for first in range(0, elements, most):
-        yield first, min(most, elements - first)
+def share_bytes(tensors: Iterable[TensorShape], count: int) -> int:
+    """How large `count` buckets have to be to hold all tensors together; so few that one would do are not divided."""
+    needed_bytes = max(_needed_bytes(tensors), ALIGNMENT_BYTES)
+    if needed_bytes <= 2 * count * _SLACK_BYTES:
+        return needed_bytes
+    return aligned(-(-needed_bytes // count) + _SLACK_BYTES, ALIGNMENT_BYTES)
+
+
+def fill_bytes(tensors: Iterable[TensorShape], bucket_bytes: int, count: int) -> int:
+    """How far to fill each of `count` buckets so that they are filled alike, and all of them equally often: a last one
+    that holds next to nothing costs a whole turn."""
+    needed_bytes = _needed_bytes(tensors)
+    if needed_bytes <= bucket_bytes or bucket_bytes <= 2 * _SLACK_BYTES:
+        return bucket_bytes
+    fillings = -(-needed_bytes // (bucket_bytes - _SLACK_BYTES))
+    fillings = -(-fillings // count) * count
+    return min(bucket_bytes, aligned(needed_bytes // fillings + _SLACK_BYTES, ALIGNMENT_BYTES))
+
+
+def _needed_bytes(tensors: Iterable[TensorShape]) -> int:
+    return sum(aligned(tensor.size_bytes, ALIGNMENT_BYTES) for tensor in tensors)
+
+
+def _unit_elements(tensor: TensorShape, most_bytes: int) -> int:
+    """What of a tensor stays together: all of it if it is small, else as many rows as are; single elements where even
+    those do not fit `most_bytes`."""
+    item_bytes = ITEM_BYTES[tensor.dtype]
+    bounds_bytes = min(CUT_BYTES, most_bytes)
+    sizes = [prod(tensor.shape[axis:]) for axis in range(len(tensor.shape) + 1)]
+    return next((size for size in sizes if 0 < size * item_bytes <= bounds_bytes), 1)
 
 
 def _check_announced(

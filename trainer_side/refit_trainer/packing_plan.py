@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from refit_protocol.tensors import ITEM_BYTES, BucketPiece, TensorShape
-from refit_trainer.packing import FilledBucket, Places, Placing, copy_piece
+from refit_trainer.packing import FilledBucket, Places, Placing, copy_piece, fill_bytes
 
 
 class Run(NamedTuple):
@@ -19,6 +19,16 @@ class Run(NamedTuple):
     offset_bytes: int
     target: int
     size_bytes: int
+
+
+class _Kind(NamedTuple):
+    """What is to be known of a tensor besides its address."""
+
+    made_of: type
+    device: torch.device
+    is_contiguous: bool
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 class RunCopies(Protocol):
@@ -40,11 +50,11 @@ class PackingPlan:
     def __init__(self, shapes: Sequence[TensorShape], places: Places, max_pieces: int) -> None:
         self._shapes = list(shapes)
         self._max_pieces = max_pieces
-        self._expected = [(shape.shape, getattr(torch, shape.dtype)) for shape in shapes]
         self._places = places
         self._filled, self._pieces = _placed(shapes, places.buckets, max_pieces)
         self._unit_bytes = _unit_bytes(places.buckets[0].device)
-        self._kinds: list[tuple[type, torch.device, bool]] = []
+        self._numbers = [range(pieces[0][0], pieces[-1][0] + 1) for pieces in self._pieces]
+        self._kinds: list[_Kind] = []
         self._plain: list[bool] = []
         self._addresses: list[int] = []
         self._by_address: list[bool] = []
@@ -58,31 +68,41 @@ class PackingPlan:
         buckets = self._places.buckets
         return len(buckets) if buckets[0].is_cuda else 1
 
-    def is_for(self, shapes: Sequence[TensorShape | None], max_pieces: int) -> bool:
+    def is_for(self, shapes: Sequence[TensorShape], max_pieces: int) -> bool:
         return self._shapes == shapes and self._max_pieces == max_pieces
 
-    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether they have the planned shapes and dtypes."""
-        return [(tensor.shape, tensor.dtype) for tensor in tensors] == self._expected
+    def starts_alike(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether those of the first bucket are what they were when it was packed last, wherever they lie now."""
+        kinds = [self._kinds[number] for number in self._numbers[0]] if self._kinds else []
+        # The type goes first: what is no tensor has nothing else to compare.
+        return bool(kinds) and all(
+            type(tensors[number]) is kind.made_of and _kind_of(tensors[number]) == kind
+            for number, kind in zip(self._numbers[0], kinds, strict=True)
+        )
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> Iterator[FilledBucket]:
-        """Yields what `packing.pack` would, for tensors that fit. The caller must not change what it is given."""
-        self._look_at(tensors)
+        """Yields what `packing.pack` would, for tensors of these shapes. Nobody may change what is given meanwhile."""
         for turn, filled in enumerate(self._filled):
+            self._look_at(tensors, self._numbers[turn])
             self._copies.copy(turn)
             for number, piece in self._others[turn]:
                 copy_piece(tensors[number].detach(), piece, self._places, filled.bucket)
             yield filled
 
-    def _look_at(self, tensors: Sequence[torch.Tensor]) -> None:
-        kinds = [(type(tensor), tensor.device, tensor.is_contiguous()) for tensor in tensors]
-        if kinds != self._kinds:
-            device = self._places.buckets[0].device
-            self._kinds, self._addresses = kinds, []
-            self._plain = [_is_plain(kind, device) for kind in kinds]
-        addresses = [tensor.data_ptr() if plain else 0 for tensor, plain in zip(tensors, self._plain, strict=True)]
-        if addresses != self._addresses:
-            self._aim(addresses)
+    def _look_at(self, tensors: Sequence[torch.Tensor], numbers: range) -> None:
+        """At those of one bucket, so that the first one is soon packed; at all where one is not what it was."""
+        part = slice(numbers.start, numbers.stop)
+        kinds = [_kind_of(tensor) for tensor in tensors[part]]
+        if kinds != self._kinds[part]:
+            self._look_at_all(tensors)
+        elif _addresses(tensors[part], self._plain[part]) != self._addresses[part]:
+            self._aim(_addresses(tensors, self._plain))
+
+    def _look_at_all(self, tensors: Sequence[torch.Tensor]) -> None:
+        device = self._places.buckets[0].device
+        self._kinds = [_kind_of(tensor) for tensor in tensors]
+        self._plain = [_is_plain(kind, device) for kind in self._kinds]
+        self._aim(_addresses(tensors, self._plain))
 
     def _aim(self, addresses: list[int]) -> None:
         by_address = [
@@ -138,7 +158,7 @@ def _placed(
     shapes: Sequence[TensorShape], buckets: Sequence[torch.Tensor], max_pieces: int
 ) -> tuple[list[FilledBucket], list[_Numbered]]:
     """The buckets in the order in which they are filled, and for each its pieces with the numbers of their tensors."""
-    placing = Placing(len(buckets), buckets[0].numel(), max_pieces)
+    placing = Placing(len(buckets), fill_bytes(shapes, buckets[0].numel(), len(buckets)), max_pieces)
     filled = [placing.filled]
     pieces: list[_Numbered] = [[]]
     for number, shape in enumerate(shapes):
@@ -168,11 +188,18 @@ def _copies(runs: Sequence[Sequence[Run]], device: torch.device) -> RunCopies:
     return DeviceCopies(runs, device)
 
 
-def _is_plain(kind: tuple[type, torch.device, bool], bucket: torch.device) -> bool:
+def _kind_of(tensor: torch.Tensor) -> _Kind:
+    return _Kind(type(tensor), tensor.device, tensor.is_contiguous(), tensor.shape, tensor.dtype)
+
+
+def _addresses(tensors: Sequence[torch.Tensor], plain: Sequence[bool]) -> list[int]:
+    return [tensor.data_ptr() if at_address else 0 for tensor, at_address in zip(tensors, plain, strict=True)]
+
+
+def _is_plain(kind: _Kind, bucket: torch.device) -> bool:
     """Whether what lies at the tensor's address is the tensor, in row-major order, within reach of the copies."""
-    made_of, device, contiguous = kind
-    dispatches = getattr(made_of, "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__
-    return contiguous and device == bucket and not dispatches and _copies_by_address(bucket)
+    dispatches = getattr(kind.made_of, "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__
+    return kind.is_contiguous and kind.device == bucket and not dispatches and _copies_by_address(bucket)
 
 
 def _copies_by_address(device: torch.device) -> bool:

@@ -173,7 +173,7 @@ class PreparedRefit:
             self._thread.call(self._preparation.published())
             if not is_too_late(error):
                 raise
-            self._publishing = _known(walk_blocking(self._preparation.again(), self._thread.call))
+            self._publishing = _known(walk_blocking(self._preparation.again(), self._thread))
         self._refitted = True
 
     def report(self) -> RefitReport:

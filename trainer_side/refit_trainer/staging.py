@@ -1,17 +1,20 @@
-"""Refits through staging buckets: opened once, one packed while the other is being read."""
+"""Refits through staging buckets: opened once, some packed while others are being read."""
 
 from __future__ import annotations
 
-from collections import deque
+import asyncio
+import threading
 from collections.abc import Callable, Container, Coroutine, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, islice
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 from refit_protocol.messages import Manifest
 from refit_protocol.tensors import TensorShape, aligned
 from refit_trainer.backends import Buckets, backend_for
+from refit_trainer.bucket_target import Beginning, BucketTarget, sent
 from refit_trainer.layouts import (
     Layout,
     MappingLayout,
@@ -24,13 +27,18 @@ from refit_trainer.layouts import (
     selected,
     without_aliases,
 )
-from refit_trainer.packing import ALIGNMENT_BYTES, FilledBucket, Places, pack
+from refit_trainer.packing import ALIGNMENT_BYTES, FilledBucket, Places, pack, share_bytes
 from refit_trainer.packing_plan import PackingPlan
 from refit_trainer.refits import CommitOptions
-from refit_trainer.steps import Steps
+from refit_trainer.steps import Started, Steps
 
-# A GPU lets two processes take turns: with a third bucket it has work while an answer is on its way.
-BUCKETS = {"cpu": 2, "cuda": 3}
+# A GPU lets two processes take turns, and each change takes it time: most is gained where one turn is all buckets.
+BUCKETS = {"cpu": 2, "cuda": 4}
+# Half of the memory of all buckets, where nothing else is said.
+DEFAULT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
+# How often a refit that waits for another one's end looks.
+_LOOK_SECONDS = 0.001
+NOTHING = "there is not one tensor to refit with: an iterator may have been used up before"
 
 # A dict holds its tensors; any other mapping may make them when it is asked for them, like an iterator.
 Coming: TypeAlias = dict[str, torch.Tensor] | Iterator[NamedTensor]
@@ -38,49 +46,37 @@ Weights: TypeAlias = Mapping[str, torch.Tensor] | Iterable[NamedTensor]
 AskManifest: TypeAlias = Callable[[], Coroutine[Any, Any, Manifest]]
 
 _Report = TypeVar("_Report")
-_Answer = TypeVar("_Answer", covariant=True)
 
 
-class BucketTarget(Protocol[_Answer]):
-    """Who reads the buckets: one daemon, or several that map the same ones."""
+class _Planned(NamedTuple):
+    names: list[str]
+    layout: Layout
+    max_pieces: int
+    plan: PackingPlan
 
-    @property
-    def max_pieces(self) -> int:
-        """In one bucket; known once entered."""
 
-    async def enter(self) -> None: ...
+class _Early(NamedTuple):
+    """The buckets of a refit that is not announced yet, by a plan for this layout."""
 
-    async def begin(
-        self, buckets: Buckets, tensors: list[TensorShape], options: CommitOptions, *, partial: bool
-    ) -> None:
-        """Everything announced is validated, and the gate shuts."""
-
-    async def apply(self, filled: FilledBucket) -> None:
-        """Returns when the bucket that is packed next has been read."""
-
-    async def finish(self) -> _Answer: ...
-
-    async def abort(self, error: BaseException) -> None:
-        """`error` is what ends the refit, and will be raised."""
-
-    async def leave(self) -> None:
-        """Nothing where it was not entered, or was left before."""
+    layout: Layout
+    packed: Iterator[FilledBucket]
 
 
 class Staging:
-    """A pair of buckets, how a mapping is packed into them, and the layout that iterators are known to yield."""
+    """The buckets, how a mapping is packed into them, and the layout that iterators are known to yield."""
 
-    def __init__(self, bucket_bytes: int) -> None:
-        self._bucket_bytes = aligned(bucket_bytes, ALIGNMENT_BYTES)
+    def __init__(self, bucket_bytes: int | None) -> None:
+        self._bucket_bytes = bucket_bytes
         self._buckets: Buckets | None = None
         self._places = Places([])
-        self._plan: PackingPlan | None = None
+        self._planned: _Planned | None = None
         self._held = MappingLayout()
         self._learned: Layout = {}
+        self._in_use = threading.Lock()
 
     def close(self) -> None:
         if self._buckets is not None:
-            self._places, self._plan = Places([]), None
+            self._places, self._planned = Places([]), None
             self._buckets.close()
             self._buckets = None
 
@@ -94,66 +90,111 @@ class Staging:
         manifest: AskManifest,
     ) -> Steps[_Report]:
         """Packs, sends and commits. Whatever ends it early, the target is told to abort."""
+        turn = _Turn(self._in_use)
+        try:
+            if turn.is_contested:
+                yield turn.wait()
+            return (yield from self._refit(target, weights, specs, only, options, manifest))
+        finally:
+            if turn.is_contested:
+                # Where it is waited for: it may have come to a waiting that was just interrupted.
+                yield turn.leave()
+            else:
+                turn.end()
+
+    def _refit(
+        self,
+        target: BucketTarget[_Report],
+        weights: Weights,
+        specs: Sequence[TensorShape] | None,
+        only: list[str] | None,
+        options: CommitOptions,
+        manifest: AskManifest,
+    ) -> Steps[_Report]:
+        if isinstance(weights, dict):
+            # Whatever becomes of it meanwhile, these are the ones.
+            weights = dict(weights)
+        early = self._packed_early(weights, target.max_pieces) if only is None and isinstance(weights, dict) else None
         coming, layout = yield from self._announced(weights, specs, manifest)
         if only is not None:
             check_selection(only, layout)
             layout = {name: layout[name] for name in only}
+            coming = _selected(coming, layout)
+        begin = partial(target.begin, tensors=[*layout.values()], options=options, partial=only is not None)
+        beginning = Beginning(target, begin)
         try:
-            # The target may be entered by the time that its caller is interrupted: leaving comes after either.
-            yield target.enter()
-            try:
-                report = yield from self._run(target, coming, layout, options, partial=only is not None)
-            except BaseException as error:
-                yield target.abort(error)
-                raise
-        finally:
-            yield target.leave()
+            if isinstance(coming, dict):
+                report = yield from self._run_planned(target, coming, layout, beginning, early)
+            else:
+                report = yield from self._run(target, coming, layout, beginning)
+        except BaseException as error:
+            yield beginning.end(error)
+            raise
         if not isinstance(weights, Mapping) and only is None:
             self._learned = layout
         return report
 
-    def _run(
+    def _packed_early(self, held: dict[str, torch.Tensor], max_pieces: int) -> _Early | None:
+        """On a GPU that has nothing else to do the first bucket is packed at once, by the last plan: to look at all
+        tensors, as has to be done before anything is said of them, takes longer. For nothing if they are others now."""
+        planned, buckets = self._planned, self._buckets
+        if planned is None or buckets is None or planned.plan.ahead == 1:
+            return None
+        tensors = [*held.values()]
+        if planned.max_pieces != max_pieces or planned.names != [*held] or not planned.plan.starts_alike(tensors):
+            return None
+        packed = _synchronised(planned.plan.pack(tensors), buckets)
+        return _Early(planned.layout, chain([next(packed)], packed))
+
+    def _run_planned(
         self,
         target: BucketTarget[_Report],
-        coming: Coming,
+        held: dict[str, torch.Tensor],
         layout: Layout,
-        options: CommitOptions,
-        *,
-        partial: bool,
+        beginning: Beginning,
+        early: _Early | None,
     ) -> Steps[_Report]:
-        if partial:
-            coming = _selected(coming, layout)
-        tensors = iter(coming.items()) if isinstance(coming, dict) else coming
+        """Where packing is only enqueued, the role and the gate are waited for meanwhile."""
+        if not held:
+            raise ValueError(NOTHING)
+        beginning.buckets = self._large_enough(layout, next(iter(held.values())).device)
+        plan = self._plan_of(held, layout, target.max_pieces)
+        if plan.ahead > 1:
+            yield Started(beginning.start())
+        if early is not None and early.layout is layout:
+            packed = early.packed
+        else:
+            packed = _synchronised(plan.pack([*held.values()]), beginning.buckets)
+        yield beginning.go_on([*islice(packed, plan.ahead)])
+        return (yield from sent(target, packed))
+
+    def _run(
+        self, target: BucketTarget[_Report], tensors: Iterator[NamedTensor], layout: Layout, beginning: Beginning
+    ) -> Steps[_Report]:
+        """The first bucket is packed before the gate closes: generation waits less, and most mistakes show up by then.
+        But nothing is asked of an iterator before the role has come."""
+        yield beginning.enter()
         first = next(tensors, None)
         if first is None:
-            raise ValueError("there is not one tensor to refit with: an iterator may have been used up before")
-        buckets = self._large_enough(layout, first[1].device)
-        plan = self._plan_of(coming, layout, target.max_pieces) if isinstance(coming, dict) else None
-        if isinstance(coming, dict) and plan is not None:
-            ahead, filling = plan.ahead, plan.pack([*coming.values()])
-        else:
-            # Also for a mapping that does not bring what was announced of it: what is wrong is said here.
-            ahead, filling = 1, pack(chain([first], tensors), layout, buckets.views, target.max_pieces, self._places)
+            raise ValueError(NOTHING)
+        buckets = beginning.buckets = self._large_enough(layout, first[1].device)
+        filling = pack(chain([first], tensors), layout, buckets.views, target.max_pieces, self._places)
         packed = _synchronised(filling, buckets)
-        # The first bucket is packed before the gate closes: generation waits less, and most mistakes show up by then.
-        waiting = deque(islice(packed, ahead))
-        yield target.begin(buckets, [*layout.values()], options, partial=partial)
-        while waiting:
-            yield target.apply(waiting.popleft())
-            if not waiting:
-                waiting.extend(islice(packed, 1))
-        report: _Report = yield target.finish()
-        return report
+        yield beginning.go_on([*islice(packed, 1)])
+        return (yield from sent(target, packed))
 
-    def _plan_of(self, held: dict[str, torch.Tensor], layout: Layout, max_pieces: int) -> PackingPlan | None:
-        """None where the tensors are not exactly those of the layout."""
-        shapes = [layout.get(name) for name in held]
-        if self._plan is None or not self._plan.is_for(shapes, max_pieces):
-            known = [shape for shape in shapes if shape is not None]
-            if not len(known) == len(shapes) == len(layout):
-                return None
-            self._plan = PackingPlan(known, self._places, max_pieces)
-        return self._plan if self._plan.fits([*held.values()]) else None
+    def _plan_of(self, names: Iterable[str], layout: Layout, max_pieces: int) -> PackingPlan:
+        planned = self._planned
+        # What has not changed since has the very same layout; to compare all tensors takes longer than to pack some.
+        if planned is None or planned.layout is not layout or planned.max_pieces != max_pieces:
+            names = [*names]
+            shapes = [layout[name] for name in names]
+            if planned is not None and planned.plan.is_for(shapes, max_pieces):
+                plan = planned.plan
+            else:
+                plan = PackingPlan(shapes, self._places, max_pieces)
+            planned = self._planned = _Planned(names, layout, max_pieces, plan)
+        return planned.plan
 
     def _announced(
         self, weights: Weights, specs: Sequence[TensorShape] | None, manifest: AskManifest
@@ -177,23 +218,44 @@ class Staging:
     def _large_enough(self, layout: Layout, device: torch.device) -> Buckets:
         """The present ones unless they are too small for how much a bucket may hold; the daemon lets go of the old.
 
-        However many there are, together they take the memory of a pair.
+        However many there are, together they take the memory of a pair, and no more than all tensors need.
         """
-        count = BUCKETS.get(device.type, 2)
-        most_bytes = aligned(2 * self._bucket_bytes // count, ALIGNMENT_BYTES)
-        present_bytes = 0 if self._buckets is None else self._buckets.views[0].numel()
         # Summing up takes longer than the other steps of a later refit.
-        size_bytes = most_bytes if present_bytes >= most_bytes else min(most_bytes, _needed_bytes(layout))
-        if self._buckets is None or present_bytes < size_bytes:
+        if self._buckets is not None and self._planned is not None and self._planned.layout is layout:
+            return self._buckets
+        count = BUCKETS.get(device.type, 2)
+        pair_bytes = 2 * (
+            DEFAULT_BYTES.get(device.type, 64 << 20) if self._bucket_bytes is None else self._bucket_bytes
+        )
+        size_bytes = min(aligned(pair_bytes // count, ALIGNMENT_BYTES), share_bytes(layout.values(), count))
+        if self._buckets is None or self._buckets.views[0].numel() < size_bytes:
             self.close()
             self._buckets = backend_for(device.type).buckets(count, size_bytes, device)
             self._places = Places(self._buckets.views)
         return self._buckets
 
 
-def _needed_bytes(layout: Layout) -> int:
-    needed_bytes = sum(aligned(shape.size_bytes, ALIGNMENT_BYTES) for shape in layout.values())
-    return max(needed_bytes, ALIGNMENT_BYTES)
+class _Turn:
+    """Of one refit, to fill the buckets; the refits of several threads, or tasks of a loop, take turns."""
+
+    def __init__(self, in_use: threading.Lock) -> None:
+        self._in_use = in_use
+        self._has_come = in_use.acquire(blocking=False)
+        self.is_contested = not self._has_come
+
+    async def wait(self) -> None:
+        while not self._has_come:
+            await asyncio.sleep(_LOOK_SECONDS)
+            self._has_come = self._in_use.acquire(blocking=False)
+
+    def end(self) -> None:
+        """Nothing where it has not come."""
+        if self._has_come:
+            self._has_come = False
+            self._in_use.release()
+
+    async def leave(self) -> None:
+        self.end()
 
 
 def _selected(coming: Coming, names: Container[str]) -> Coming:

@@ -153,6 +153,10 @@ class WriterRole:
         """Of an open source."""
         return next((source.bell for source in self._sources if source.number == number), None)
 
+    def announces_again(self, source: int, tensors: list[TensorShape]) -> bool:
+        """Whether the last refit from this source was begun with the same."""
+        return self._announced.get(source) == tensors
+
     def take_announced(self, source: int) -> list[TensorShape] | None:
         """What the last refit from this source was begun with; unknown from here on, until a begin is answered."""
         return self._announced.pop(source, None)

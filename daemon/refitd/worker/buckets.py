@@ -255,6 +255,7 @@ class BucketRefit:
         }
         self.size_bytes = 0
         self._begun = 0
+        self._arrived = 0
 
     def accept(self, pieces: Pieces) -> int:
         """The how-manieth bucket it is. Raises `invalid_descriptor` for elements that came before; nothing is read
@@ -283,6 +284,7 @@ class BucketRefit:
         self.size_bytes += program.size_bytes
         while not program.has_arrived():
             yield
+        self._arrived += 1
         return program.size_bytes
 
     def copy(self, bucket: int, pieces: Pieces) -> None:
@@ -291,13 +293,30 @@ class BucketRefit:
             pass
 
     @property
+    def is_on_its_way(self) -> bool:
+        """Whether all buckets that came so far are being copied, or have been."""
+        return self._begun == len(self._arrivals.came)
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether all of them have been copied."""
+        return self._arrived == len(self._arrivals.came)
+
+    @property
+    def is_copied_whole(self) -> bool:
+        """Whether nothing of it waits for the loader, or to be compared."""
+        return not self._staged
+
+    @property
     def has_written(self) -> bool:
         """Whether a bucket has gone into the engine."""
         return self.size_bytes > 0
 
     def note_written(self, size_bytes: int) -> None:
-        """Of a piece that came straight to its place in the engine."""
+        """Of a bucket that came straight to its place in the engine."""
         self.size_bytes += size_bytes
+        self._begun += 1
+        self._arrived += 1
 
     def require_complete(self) -> None:
         """Raises `manifest_mismatch` listing the tensors of which elements are missing."""

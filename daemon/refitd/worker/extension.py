@@ -21,7 +21,7 @@ from refitd.worker.attest import Attest
 from refitd.worker.boundary import Answer, Turns, answered, answered_in_turns, to_the_end
 from refitd.worker.buckets import BucketRefit, BucketSource
 from refitd.worker.collective import GroupAddress, Joining
-from refitd.worker.completion import Clock, complete
+from refitd.worker.completion import complete_in_turns
 from refitd.worker.cpu_patches import apply_cpu_patches
 from refitd.worker.line import open_line
 from refitd.worker.loader_progress import watch_loader
@@ -273,15 +273,20 @@ class RefitWorkerExtension:
     def refitd_finish(self, attest: str = "sampled", check_finite: bool = False) -> Answer:
         """Completes a bucket refit; answers like `refitd_commit`.
 
-        Errors: `manifest_mismatch` for tensors that did not come whole, `not_finite`, `refit_failed`.
+        Errors: `manifest_mismatch` for tensors that did not come whole, `not_finite`, `refit_failed`; `unknown_refit`
+        where a bucket has failed.
         """
+        return to_the_end(self.refitd_finish_turns(attest, check_finite))
+
+    @answered_in_turns
+    def refitd_finish_in_turns(self, attest: str = "sampled", check_finite: bool = False) -> Turns:
+        """The same, made ready while the last buckets are copied."""
+        return self.refitd_finish_turns(attest, check_finite)
+
+    def refitd_finish_turns(self, attest: str, check_finite: bool) -> Turns:
         # As in `refitd_apply_bucket`: nothing has moved since the refit was begun.
-        state, clock = self.refitd_state(look_again=False), Clock()
-        refit = state.refit_under_way()
-        refit.require_complete()
-        clock.lap("validate")
-        state.before_write()
-        return complete(state, refit, clock, Attest(attest), finite=check_finite)
+        state = self.refitd_state(look_again=False)
+        return complete_in_turns(state, state.refit_under_way(), Attest(attest), finite=check_finite)
 
     @answered
     def refitd_abort(self) -> Answer:

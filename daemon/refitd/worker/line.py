@@ -85,13 +85,17 @@ class _Calls:
             self._take_turns()
 
     def _take_turns(self) -> None:
-        for call in self._under_way:
+        for call in [*self._under_way]:
             call.take_turn()
+            # At once: the turns of those behind it may take their time.
+            self._send_answers()
+        if time.monotonic() > self._patient_until:
+            time.sleep(PAUSE_SECONDS)
+
+    def _send_answers(self) -> None:
         while self._under_way and (answer := self._under_way[0].answer) is not None:
             _send(self._line, _message(answer))
             self._under_way.popleft()
-        if time.monotonic() > self._patient_until:
-            time.sleep(PAUSE_SECONDS)
 
 
 class _Call:

@@ -136,11 +136,12 @@ class RefitBegan(Fact, frozen=True, kw_only=True):
 class ApplyBucket(Command, frozen=True, kw_only=True):
     """Bucket number `bucket` of the source holds `pieces`; it may be overwritten once `BucketApplied` has come.
 
-    With `layout` the pieces can be referred to by that number from then on: it is then sent without them.
+    With `layout` the pieces can be referred to by that number from then on: it is then sent without them. Without
+    `refit` it is for the one that the session's last `BeginRefit` begins, whose answer need not have come.
     """
 
     epoch: int
-    refit: int
+    refit: int | None
     bucket: int
     pieces: list[BucketPiece] = []
     layout: int | None = None

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from refit_trainer.sharing import SharedModule
     from refit_trainer.staging import Staging, Weights
 
-BUCKET_BYTES = 64 << 20
 _OWN_OPTIONS = frozenset({"groups", "allow_mixed_versions"})
 
 
@@ -48,7 +47,8 @@ class FleetOptions(TypedDict, total=False):
     any weights, as where a refit comes first. "nothing": nor is any of them asked what it serves.
     `patience_seconds` (2): how long a lost connection is waited for before its daemon counts as down.
     `probe_seconds` (2): how long a daemon may take to say how it is before it counts as down. `curve`: by endpoint.
-    `bucket_bytes`, 64 MiB by default, is half of the memory of the staging buckets, which all daemons read.
+    `bucket_bytes`, by default 64 MiB and on a GPU 512, is half of the memory of the staging buckets, which all daemons
+    read.
     """
 
     on_failure: OnFailure
@@ -79,7 +79,7 @@ class AsyncFleet:
         self._on_failure: OnFailure = options.get("on_failure", "leave_out")
         self._require_same: RequireSame = options.get("require_same", "weights")
         self._probe_seconds = options.get("probe_seconds", 2.0)
-        self._bucket_bytes = options.get("bucket_bytes", BUCKET_BYTES)
+        self._bucket_bytes = options.get("bucket_bytes")
         self._turns = Turns()
         self._staging: Staging | None = None
         self.batches = Batches(members, self._turns, self._probe_seconds)

@@ -76,13 +76,13 @@ class Fleet:
         **options: Unpack[RefitOptions],
     ) -> FleetReport:
         """Makes all daemons serve `weights`, or none; see `AsyncFleet.refit`. Iterators are read on this thread."""
-        return walk_blocking(self._fleet.refit_steps(weights, specs, options), self._thread.call)
+        return walk_blocking(self._fleet.refit_steps(weights, specs, options), self._thread)
 
     def catch_up(
         self, weights: torch.nn.Module | Mapping[str, torch.Tensor], **options: Unpack[CommitOptions]
     ) -> FleetReport:
         """Brings those that are behind to the fleet's version; see `AsyncFleet.catch_up`."""
-        return walk_blocking(self._fleet.catch_up_steps(weights, options), self._thread.call)
+        return walk_blocking(self._fleet.catch_up_steps(weights, options), self._thread)
 
     def acquire_writer(self, *, takeover: bool = False) -> None:
         self._thread.call(self._fleet.acquire_writer(takeover=takeover))

@@ -19,7 +19,7 @@ from refit_trainer.fleet.policy import OnFailure, Phase, Verdict, verdict
 from refit_trainer.refits import CommitOptions
 
 if TYPE_CHECKING:
-    from refit_trainer.packing import FilledBucket
+    from refit_trainer.packing import Ahead, FilledBucket
     from refit_trainer.sharing import SharedModule
 
 _Result = TypeVar("_Result")
@@ -93,7 +93,13 @@ class FleetRefit:
     # --- buckets ---
 
     async def begin(
-        self, buckets: Buckets, tensors: list[TensorShape], options: CommitOptions, *, partial: bool
+        self,
+        buckets: Buckets,
+        tensors: list[TensorShape],
+        options: CommitOptions,
+        *,
+        partial: bool,
+        ahead: Ahead,
     ) -> None:
         async def validate(_endpoint: str, refit: DaemonRefit) -> RefitValidated:
             await refit.open(buckets, "bucket", [])
@@ -101,6 +107,9 @@ class FleetRefit:
 
         await self._step(Phase.VALIDATION, validate)
         await self._step(Phase.VALIDATION, lambda _, refit: refit.begin(buckets, tensors, options, partial=partial))
+        # Not before every daemon has said that it takes them.
+        for filled in await ahead():
+            await self.apply(filled)
 
     async def apply(self, filled: FilledBucket) -> None:
         await self._step(Phase.WRITING, lambda _, refit: refit.apply(filled))
