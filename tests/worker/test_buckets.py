@@ -204,6 +204,45 @@ def test_the_end_waits_for_the_buckets_before_it(
     assert bucket_worker.refused("refitd_finish")[0] == "unknown_refit"
 
 
+def test_a_refused_end_knows_of_what_is_written_before_it(
+    bucket_worker: LoadedWorker,
+    memories: list[ExportedMemory],
+    weights_of: Callable[[Kind, int], Weights],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a bucket that was still being written when the end was called; else half a refit would be served."""
+    weights, norm = weights_of("qwen3", 1), "model.norm.weight"
+    refit(bucket_worker, memories, weights, 1 << 20)
+    bucket_worker.call("refitd_begin", SOURCE, announced(weights))
+    segments = bucket_worker.worker.refitd_kept_state.sources[SOURCE].segments
+    with monkeypatch.context() as patch:
+        patch.setattr(segments, "turns_until_written", lambda _: repeat(None, 3))
+        pieces = [{"name": norm, "first": 0, "count": 3, "offset_bytes": 0}]
+        bucket = bucket_worker.worker.refitd_apply_bucket_in_turns(0, pieces)
+        next(bucket)
+        end = bucket_worker.worker.refitd_finish_in_turns()
+        next(end)
+        assert to_the_end(bucket)["ok"]
+    answer = to_the_end(end)
+    assert (answer["error"]["code"], answer["wrote"]) == ("manifest_mismatch", True)
+    assert bucket_worker.call("refitd_abort")["wrote"]
+
+
+def test_buckets_behind_a_begin_that_is_refused_find_no_refit(
+    bucket_worker: LoadedWorker, memories: list[ExportedMemory], weights_of: Callable[[Kind, int], Weights]
+) -> None:
+    """Not the one that was under way before, either."""
+    weights = weights_of("qwen3", 1)
+    bucket_worker.call("refitd_begin", SOURCE, announced(weights))
+    before = bucket_worker.served()
+    code, _, _ = bucket_worker.refused("refitd_begin", SOURCE, announced({"no.such": torch.ones(1)}))
+    assert code == "manifest_mismatch"
+    pieces = [{"name": "model.norm.weight", "first": 0, "count": 3, "offset_bytes": 0}]
+    code, _, wrote = bucket_worker.refused("refitd_apply_bucket", 0, pieces)
+    assert (code, wrote) == ("unknown_refit", False)
+    assert differences(bucket_worker.served(), before) == []
+
+
 def test_the_end_behind_a_bucket_that_fails_is_refused(
     bucket_worker: LoadedWorker, memories: list[ExportedMemory], weights_of: Callable[[Kind, int], Weights]
 ) -> None:

@@ -31,12 +31,13 @@ class Clock:
 
 def complete_in_turns(state: WorkerState, refit: BucketRefit, attest: Attest, *, finite: bool) -> Turns:
     """What it takes to know the digest goes to the device behind the last bucket's copy, where nothing lies between."""
-    clock = Clock()
-    refit.require_complete()
-    clock.lap("validate")
+    # First of all: whatever is refused afterwards knows that something was written.
     while not refit.is_on_its_way:
         yield
         state.require_under_way(refit)
+    clock = Clock()
+    refit.require_complete()
+    clock.lap("validate")
     state.before_write(engine_stands=refit.has_written)
     follows = refit.is_copied_whole and state.weights.proven_plan is state.weights.plan and not finite
     digest = state.begin_digest(attest) if follows else None

@@ -227,7 +227,8 @@ class RefitWorkerExtension:
         Without `tensors` the same as the last time.
         """
         state = self.refitd_state()
-        state.wrote = False
+        # Buckets may come behind this that do not know yet how it ended.
+        state.forget_refit()
         source = state.buckets(source_id)
         announced = source.announce_next(state.weights, _shapes(tensors), partial=partial, planned=plan != "off")
         refuse_loader(announced.loader_tensors, plan)
