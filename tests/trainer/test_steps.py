@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +99,27 @@ def test_a_started_step_goes_on_beside_the_others(walk_it: Walk) -> None:
 
     assert walk_it(steps()) == "done"
     assert order == ["begun", "asked to end", "ended"]
+
+
+def test_what_waits_behind_the_first_keeps_its_order() -> None:
+    """Also where the first ends, and more is handed in, before those that wait have gone on."""
+    order: list[str] = []
+    later: list[concurrent.futures.Future[None]] = []
+    may_end, thread = asyncio.Event(), LoopThread()
+
+    async def note(name: str) -> None:
+        order.append(name)
+
+    try:
+        first = thread.submit_first(may_end.wait())
+        waiting = thread.submit(note("waited"))
+        first.add_done_callback(lambda _: later.append(thread.submit(note("came later"))))
+        thread.loop.call_soon_threadsafe(may_end.set)
+        waiting.result(30)
+        later[0].result(30)
+    finally:
+        thread.stop()
+    assert order == ["waited", "came later"]
 
 
 def test_cancellation_is_cleaned_up_after() -> None:

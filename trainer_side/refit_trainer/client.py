@@ -55,6 +55,7 @@ class LoopThread:
         self._stopped = False
         self._ended = False
         self._first: concurrent.futures.Future[Any] | None = None
+        self._behind_it = asyncio.Lock()
         # Each call goes through it twice: a third less time than with asyncio's own.
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="refit_trainer", daemon=True)
@@ -94,7 +95,7 @@ class LoopThread:
 
     def _behind_first(self, work: Coroutine[Any, Any, _Result]) -> Coroutine[Any, Any, _Result]:
         first = self._first
-        return work if first is None or first.done() else _behind(first, work)
+        return work if first is None else _behind(first, work, self._behind_it)
 
     def end(self, closing: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Runs what `closing` makes as the last thing; nothing the second time, or in a forked child."""
@@ -325,13 +326,17 @@ class Daemon:
         return Replies(generation, self._thread, convert, reading)
 
 
-async def _behind(first: concurrent.futures.Future[Any], work: Coroutine[Any, Any, _Result]) -> _Result:
-    """However `first` ends; whoever waits for that is told how."""
-    ended = asyncio.wrap_future(first)
-    ended.add_done_callback(_looked_at)
+async def _behind(
+    first: concurrent.futures.Future[Any], work: Coroutine[Any, Any, _Result], order: asyncio.Lock
+) -> _Result:
+    """However `first` ends; whoever waits for that is told how. A lock lets those that wait go on in their order."""
     try:
-        # Unlike `first` itself it may be cancelled.
-        await asyncio.wait([ended])
+        async with order:
+            if not first.done():
+                ended = asyncio.wrap_future(first)
+                ended.add_done_callback(_looked_at)
+                # Unlike `first` itself it may be cancelled.
+                await asyncio.wait([ended])
     except BaseException:
         work.close()
         raise
