@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -54,6 +55,7 @@ from refit_trainer import (
     LayoutMismatch,
     RefitdError,
     TensorShape,
+    UsedAfterFork,
     one_refit,
     share_parameters,
     writer,
@@ -350,6 +352,28 @@ def test_failure_to_pack_withdraws_a_begin_that_is_not_answered(
     peer.next(ReleaseWriter).reply(WriterReleased())
     thread.join()
     assert isinstance(outcome[0], OSError)
+
+
+def test_a_refit_after_fork_leaves_the_buckets_alone(peer: Peer, client: Daemon) -> None:
+    """They are memory that the child shares with its parent, whose next refit may be being read."""
+    thread, outcome = in_background(client.refit, {"a": torch.ones(16)})
+    opened = grant(peer)
+    begin(peer)
+    finish_begun(peer, buckets=1)
+    thread.join()
+    assert outcome == [REPORT]
+    bucket = Path(f"/proc/self/fd/{opened.segments[0].fd}")
+    before = bucket.read_bytes()
+    child = os.fork()
+    if child == 0:
+        try:
+            client.refit({"a": torch.zeros(16)})
+        except UsedAfterFork:
+            os._exit(0)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert bucket.read_bytes() == before
 
 
 def test_no_tensors_at_all_is_an_error(client: Daemon, peer: Peer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Container, Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -15,6 +16,7 @@ from refit_protocol.messages import Manifest
 from refit_protocol.tensors import TensorShape, aligned
 from refit_trainer.backends import Buckets, backend_for
 from refit_trainer.bucket_target import Beginning, BucketTarget, sent
+from refit_trainer.errors import UsedAfterFork
 from refit_trainer.layouts import (
     Layout,
     MappingLayout,
@@ -66,6 +68,7 @@ class Staging:
     """The buckets, how a mapping is packed into them, and the layout that iterators are known to yield."""
 
     def __init__(self, bucket_bytes: int | None) -> None:
+        self._pid = os.getpid()
         self._bucket_bytes = bucket_bytes
         self._buckets: Buckets | None = None
         self._places = Places([])
@@ -90,6 +93,9 @@ class Staging:
         manifest: AskManifest,
     ) -> Steps[_Report]:
         """Packs, sends and commits. Whatever ends it early, the target is told to abort."""
+        if os.getpid() != self._pid:
+            # Before anything is packed: the buckets are the parent's, too.
+            raise UsedAfterFork(f"this client belongs to process {self._pid}: connect anew in the child")
         turn = _Turn(self._in_use)
         try:
             if turn.is_contested:
