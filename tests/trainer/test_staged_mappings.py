@@ -269,6 +269,39 @@ def test_a_first_bucket_that_was_packed_for_nothing_is_packed_again(
         assert same(target.tensors, present)
 
 
+def test_a_cancellation_of_the_clean_up_leaves_the_target(
+    staging: Staging, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a second Ctrl-C does, while what was begun is being ended: the next refit does not wait for ever."""
+    monkeypatch.setattr(PackingPlan, "ahead", 2)
+    refitting: asyncio.Task[None]
+
+    def fail(_memory: NotedMemory, _segment: int | None = None) -> None:
+        raise OSError("no device")
+
+    async def begin(*_announced: Any, **_options: Any) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            refitting.cancel()
+
+    async def leave() -> None:
+        target.events.append("left")
+
+    monkeypatch.setattr(NotedMemory, "synchronise", fail)
+    monkeypatch.setattr(target, "begin", begin)
+    monkeypatch.setattr(target, "leave", leave)
+
+    async def scenario() -> None:
+        nonlocal refitting
+        refitting = asyncio.create_task(walk(staging.refit(target, weights_of(0), None, None, {}, no_manifest)))
+        await asyncio.wait([refitting])
+        assert refitting.cancelled()
+
+    asyncio.run(scenario())
+    assert target.events == ["aborted", "left"]
+
+
 def test_a_failure_to_pack_ends_what_was_begun_meanwhile(
     staging: Staging, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:

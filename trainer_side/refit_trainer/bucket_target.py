@@ -91,13 +91,15 @@ class Beginning:
 
     async def end(self, error: BaseException) -> None:
         """Early; the target may have been entered by the time that its caller was interrupted."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
         try:
-            await self._target.abort(error)
+            if self._task is not None:
+                self._task.cancel()
+                await asyncio.gather(self._task, return_exceptions=True)
         finally:
-            await self._target.leave()
+            try:
+                await self._target.abort(error)
+            finally:
+                await self._target.leave()
 
 
 def sent(target: BucketTarget[_Report], packed: Iterable[FilledBucket]) -> Steps[_Report]:
