@@ -269,6 +269,17 @@ def test_a_first_bucket_that_was_packed_for_nothing_is_packed_again(
         assert same(target.tensors, present)
 
 
+def test_what_is_no_tensor_is_told_from_one(staging: Staging, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it comes behind a first bucket that could be packed at once, from elsewhere than the last time."""
+    monkeypatch.setattr(PackingPlan, "ahead", 2)
+    weights: dict[str, Any] = {name: torch.randn(64) for name in "abcd"}
+    refit(staging, target, weights)
+    with pytest.raises(TypeError, match="a refit takes"):
+        refit(staging, target, {**weights, "a": torch.randn(64), "d": 1.0})
+    refit(staging, target, weights)
+    assert same(target.tensors, weights)
+
+
 def test_a_cancellation_of_the_clean_up_leaves_the_target(
     staging: Staging, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,12 +72,12 @@ class PackingPlan:
         return self._shapes == shapes and self._max_pieces == max_pieces
 
     def starts_alike(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether those of the first bucket are what they were when it was packed last, wherever they lie now."""
-        kinds = [self._kinds[number] for number in self._numbers[0]] if self._kinds else []
-        # The type goes first: what is no tensor has nothing else to compare.
-        return bool(kinds) and all(
-            type(tensors[number]) is kind.made_of and _kind_of(tensors[number]) == kind
-            for number, kind in zip(self._numbers[0], kinds, strict=True)
+        """Whether those of the first bucket are what they were when it was packed last, wherever they lie now; all of
+        them have to be of the same types, for the first may be packed with a look at where the others lie."""
+        first = slice(self._numbers[0].stop)
+        # The types go first: what is no tensor has nothing else to compare.
+        return [*map(type, tensors)] == [kind.made_of for kind in self._kinds] and (
+            [*map(_kind_of, tensors[first])] == self._kinds[first]
         )
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> Iterator[FilledBucket]:
