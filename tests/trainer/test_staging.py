@@ -290,6 +290,36 @@ def test_what_the_buckets_hold_is_said_once(peer: Peer, client: Daemon) -> None:
     assert said == [[(number, pieces) for number in numbers] for pieces in (True, False, True)]
 
 
+def test_what_a_bucket_holds_is_said_again_after_an_answer_that_never_came(peer: Peer, client: Daemon) -> None:
+    """The daemon may know its number for the pieces that it was told then, in another order than before."""
+
+    def in_another_order() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(TENSORS.items())[::-1][:3]
+        raise OSError("the disk is gone")
+
+    thread, outcome = in_background(client.refit, iter(TENSORS.items()), SPECS)
+    grant(peer)
+    begin(peer)
+    applied(peer.next(ApplyBucket))
+    finish_begun(peer, buckets=2)
+    thread.join()
+    assert outcome == [REPORT]
+    thread, outcome = in_background(client.refit, in_another_order(), SPECS)
+    begin(peer)
+    assert peer.next(ApplyBucket).body.pieces
+    peer.next(AbortRefit).reply(RefitAborted(refit=5, state=EngineState.READY, version=3))
+    thread.join()
+    assert isinstance(outcome[0], OSError)
+    thread, outcome = in_background(client.refit, iter(TENSORS.items()), SPECS)
+    begin(peer)
+    asked = peer.next(ApplyBucket)
+    assert [piece.name for piece in asked.body.pieces] == ["a", "b"]
+    applied(asked)
+    finish_begun(peer, buckets=2)
+    thread.join()
+    assert outcome == [REPORT]
+
+
 def test_failing_iterator_aborts_what_was_begun(peer: Peer, client: Daemon) -> None:
     """The caller's own error comes out, after the daemon was told."""
 

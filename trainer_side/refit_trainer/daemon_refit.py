@@ -188,7 +188,8 @@ class DaemonRefit(OneRefit):
     async def _apply(self, number: int, filled: FilledBucket) -> BucketApplied:
         """The `number`th bucket of this refit. What it holds is said only where it was not the same the last time."""
         known = self._role.layouts_of(self._source)
-        again = (before := known.get(number)) is not None and before.holds_the_same(filled)
+        # Unknown until it is answered: the daemon may have taken what it is told before.
+        again = (before := known.pop(number, None)) is not None and before.holds_the_same(filled)
         command = ApplyBucket(
             epoch=self._epoch,
             refit=self._number,
