@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +16,7 @@ from refit_protocol.tensors import TensorShape
 from refit_trainer.backends import Buckets
 from refit_trainer.memory import MemfdMemory
 from refit_trainer.packing import Ahead, FilledBucket
-from refit_trainer.packing_plan import PackingPlan
+from refit_trainer.packing_plan import MemoryCopies, PackingPlan
 from refit_trainer.staging import Staging, Weights, _Turn
 from refit_trainer.steps import walk
 from tests.trainer.background import in_background
@@ -311,6 +311,26 @@ def test_a_cancellation_of_the_clean_up_leaves_the_target(
 
     asyncio.run(scenario())
     assert target.events == ["aborted", "left"]
+
+
+def test_an_interrupt_while_the_copies_are_aimed_is_forgotten(
+    staging: Staging, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU that waits for the trainer's stream: what lies where it did the last time is copied from there."""
+    first, moved = weights_of(0), weights_of(1)
+    aim = MemoryCopies.aim
+
+    def interrupted(copies: MemoryCopies, addresses: Sequence[int]) -> None:
+        aim(copies, addresses)
+        raise InterruptedError
+
+    refit(staging, target, first)
+    with monkeypatch.context() as interrupting:
+        interrupting.setattr(MemoryCopies, "aim", interrupted)
+        with pytest.raises(InterruptedError):
+            refit(staging, target, moved)
+    refit(staging, target, first)
+    assert same(target.tensors, first)
 
 
 def test_a_failure_to_pack_ends_what_was_begun_meanwhile(

@@ -108,7 +108,10 @@ class PackingPlan:
         by_address = [
             plain and address % self._unit_bytes == 0 for plain, address in zip(self._plain, addresses, strict=True)
         ]
+        # Unknown meanwhile, for an interrupt may come here.
+        self._addresses = []
         if by_address != self._by_address:
+            self._by_address = []
             self._divide(by_address)
             self._by_address = by_address
         self._copies.aim(addresses)
