@@ -456,6 +456,24 @@ def test_an_interrupt_just_after_the_role_came_leaves_it(
     asyncio.run(scene())
 
 
+def test_an_interrupt_before_the_end_has_begun_leaves_the_role(peer: Peer) -> None:
+    """A second Ctrl-C, or the first one while a refit ends that has failed: the next refit does not wait for ever."""
+    peer.answer = lambda asked: asked.reply(WriterAcquired(epoch=7))
+
+    async def scene() -> None:
+        async with AsyncDaemon.connect(peer.endpoint) as daemon:
+            steps = daemon.refit_steps(iter(TENSORS.items()), SPECS, {})
+            await next(steps)
+            steps.throw(Interrupted()).close()
+            await steps.throw(Interrupted())
+            with pytest.raises(Interrupted):
+                next(steps)
+            async with asyncio.timeout(30):
+                await daemon.acquire_writer()
+
+    asyncio.run(scene())
+
+
 @pytest.mark.parametrize("weights", [TENSORS, list(TENSORS.items())], ids=["mapping", "iterator"])
 def test_unknown_name_among_those_selected_is_refused(client: Daemon, weights: object) -> None:
     """As in place; a partial refit that leaves out what was asked for would pass for done. Nothing is asked for."""

@@ -61,6 +61,7 @@ class Beginning:
         self._begin = begin
         self._filled: Sequence[FilledBucket] = ()
         self._is_entered = False
+        self._is_ended = False
         self._is_packed = asyncio.Event()
         self._task: asyncio.Task[Any] | None = None
         self.buckets: Buckets | None = None
@@ -90,7 +91,10 @@ class Beginning:
         return self._filled
 
     async def end(self, error: BaseException) -> None:
-        """Early; the target may have been entered by the time that its caller was interrupted."""
+        """Early, once; the target may have been entered by the time that its caller was interrupted."""
+        if self._is_ended:
+            return
+        self._is_ended = True
         try:
             if self._task is not None:
                 self._task.cancel()

@@ -134,7 +134,12 @@ class Staging:
             else:
                 report = yield from self._run(target, coming, layout, beginning)
         except BaseException as error:
-            yield beginning.end(error)
+            try:
+                yield beginning.end(error)
+            except BaseException:
+                # Where not even that had begun when it was interrupted.
+                yield beginning.end(error)
+                raise
             raise
         if not isinstance(weights, Mapping) and only is None:
             self._learned = layout
