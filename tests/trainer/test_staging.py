@@ -38,6 +38,7 @@ from refit_protocol.messages import (
     RefitValidated,
     ReleaseWriter,
     ReloadWeights,
+    Reply,
     Request,
     SourceClosed,
     SourceOpened,
@@ -538,6 +539,32 @@ def test_cancelled_refit_lets_go_of_the_role(peer: Peer, work: object, command: 
     asyncio.run(cancelled())
 
 
+def test_a_second_cancellation_does_not_keep_the_abort_from_the_daemon(peer: Peer) -> None:
+    """Whenever it comes: the gate would stay shut until the deadline."""
+
+    async def cancelled_twice(client: AsyncDaemon, turns: int) -> None:
+        refit = asyncio.create_task(client.refit(TENSORS))
+        await asyncio.to_thread(answer_until, peer, BeginRefit, RefitBegan(refit=5, version=4))
+        await asyncio.to_thread(peer.next, ApplyBucket)
+        await asyncio.to_thread(peer.next, ApplyBucket)
+        refit.cancel()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        refit.cancel()
+        (await asyncio.to_thread(peer.next, AbortRefit)).reply(
+            RefitAborted(refit=5, state=EngineState.READY, version=3)
+        )
+        await asyncio.wait({refit})
+        assert refit.cancelled()
+
+    async def scene() -> None:
+        async with AsyncDaemon.connect(peer.endpoint, bucket_bytes=128) as client:
+            for turns in range(8):
+                await cancelled_twice(client, turns)
+
+    asyncio.run(scene())
+
+
 @pytest.mark.parametrize(("only", "names"), [(None, ["a", "b"]), (["b"], ["b"])])
 def test_who_only_receives_announces_as_who_sends(peer: Peer, only: list[str] | None, names: list[str]) -> None:
     """Specs as people write them become those of the wire, of the tensors that are to come."""
@@ -567,8 +594,8 @@ def test_who_only_receives_announces_as_who_sends(peer: Peer, only: list[str] | 
     assert begun.partial == (only is not None)
 
 
-def answer_until(peer: Peer, command: type[Request]) -> None:
-    """Answers whatever comes before `command`."""
+def answer_until(peer: Peer, command: type[Request], answer: Reply | None = None) -> None:
+    """Answers whatever comes before `command`, and that with `answer`."""
     while not isinstance((asked := peer.next()).body, command):
         answers = {
             GetStatus: STATUS,
@@ -577,6 +604,8 @@ def answer_until(peer: Peer, command: type[Request]) -> None:
             ValidateRefit: RefitValidated(version=4, path="plan", restorable_version=3, milliseconds=0.1),
         }
         asked.reply(answers[type(asked.body)])
+    if answer is not None:
+        asked.reply(answer)
 
 
 def test_connection_that_breaks_before_the_answer_ends_the_refit(peer: Peer, client: Daemon) -> None:

@@ -217,8 +217,10 @@ class DaemonRefit(OneRefit):
     async def abort(self, error: BaseException) -> None:
         for applied in self._reading.values():
             applied.cancel()
-        await asyncio.gather(*self._reading.values(), return_exceptions=True)
-        await super().abort(error)
+        try:
+            await asyncio.gather(*self._reading.values(), return_exceptions=True)
+        finally:
+            await super().abort(error)
 
     @property
     def _under_way(self) -> int:
