@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import Manifest, ManifestTensor
 from refit_protocol.tensors import DType, TensorShape
-from refit_trainer import LayoutMismatch
-from refit_trainer.layouts import announced, layout_of, named_pairs, predicted_layout
+from refit_trainer import LayoutMismatch, layouts
+from refit_trainer.layouts import MappingLayout, announced, layout_of, named_pairs, predicted_layout
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,27 @@ def test_what_are_no_pairs_of_names_and_tensors(given: Any, says: str) -> None:
 def test_any_iterable_of_pairs_will_do() -> None:
     """A list as well as a generator, lists as well as tuples."""
     assert [name for name, _ in named_pairs([("a", torch.ones(1)), ["b", torch.ones(1)]])] == ["a", "b"]
+
+
+def test_a_layout_whose_making_was_interrupted_is_no_other_mappings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next refit would be packed by shapes that its tensors do not have."""
+    small, large = {"a": torch.ones(1)}, {"a": torch.ones(2)}
+    known = MappingLayout()
+    known.of(small)
+    looks: list[object] = []
+    look = layouts._shapes
+
+    def interrupted(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+        looks.append(tensors)
+        if len(looks) == 2:
+            raise InterruptedError
+        return look(tensors)
+
+    with monkeypatch.context() as interrupting:
+        interrupting.setattr(layouts, "_shapes", interrupted)
+        with pytest.raises(InterruptedError):
+            known.of(large)
+    assert known.of(small) == layout_of(small.items())
 
 
 @pytest.mark.parametrize("dtype", ["float32", torch.float32, DType.FLOAT32])

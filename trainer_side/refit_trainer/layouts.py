@@ -39,8 +39,9 @@ class MappingLayout:
         tensors = [*weights.values()]
         seen = [*weights], [type(tensor) for tensor in tensors]
         if seen != self._seen or _shapes(tensors) != self._shapes:
-            self._layout = layout_of(named_pairs(weights.items()))
-            self._seen, self._shapes = seen, _shapes(tensors)
+            layout = layout_of(named_pairs(weights.items()))
+            # Together: an interrupt may come at every call.
+            self._seen, self._shapes, self._layout = seen, _shapes(tensors), layout
         return self._layout
 
 
