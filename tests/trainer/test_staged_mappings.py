@@ -208,6 +208,37 @@ def test_who_stops_waiting_for_its_turn_leaves_it_to_others(staging: Staging, ta
     assert same(target.tensors, weights_of(1))
 
 
+def test_what_is_given_is_what_comes_after_another_ones_turn(staging: Staging, target: Target) -> None:
+    """Whatever happens to the mapping while the buckets are waited for."""
+    weights = weights_of(0)
+
+    async def scenario() -> None:
+        with staging._in_use:
+            waiting = asyncio.create_task(walk(staging.refit(target, weights, None, None, {}, no_manifest)))
+            await asyncio.sleep(0)
+            weights.clear()
+        await waiting
+
+    asyncio.run(scenario())
+    assert same(target.tensors, weights_of(0))
+
+
+def test_buckets_are_made_anew_after_an_interrupt(
+    staging: Staging, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that came when they had been made, but not yet what is placed in them."""
+
+    def interrupted(_views: object) -> None:
+        raise InterruptedError
+
+    with monkeypatch.context() as interrupting:
+        interrupting.setattr("refit_trainer.staging.Places", interrupted)
+        with pytest.raises(InterruptedError):
+            refit(staging, target, weights_of(0))
+    refit(staging, target, weights_of(0))
+    assert same(target.tensors, weights_of(0))
+
+
 def test_one_bucket_is_packed_before_the_gate_closes(staging: Staging, target: Target) -> None:
     """On a CPU the next one is packed while the first is read."""
     refit(staging, target, {name: torch.ones(64) for name in "abc"})

@@ -96,6 +96,9 @@ class Staging:
         if os.getpid() != self._pid:
             # Before anything is packed: the buckets are the parent's, too.
             raise UsedAfterFork(f"this client belongs to process {self._pid}: connect anew in the child")
+        if isinstance(weights, dict):
+            # Whatever becomes of it meanwhile, these are the ones.
+            weights = dict(weights)
         turn = _Turn(self._in_use)
         try:
             if turn.is_contested:
@@ -117,9 +120,6 @@ class Staging:
         options: CommitOptions,
         manifest: AskManifest,
     ) -> Steps[_Report]:
-        if isinstance(weights, dict):
-            # Whatever becomes of it meanwhile, these are the ones.
-            weights = dict(weights)
         early = self._packed_early(weights, target.max_pieces) if only is None and isinstance(weights, dict) else None
         coming, layout = yield from self._announced(weights, specs, manifest)
         if only is not None:
@@ -241,8 +241,9 @@ class Staging:
         size_bytes = min(aligned(pair_bytes // count, ALIGNMENT_BYTES), share_bytes(layout.values(), count))
         if self._buckets is None or self._buckets.views[0].numel() < size_bytes:
             self.close()
-            self._buckets = backend_for(device.type).buckets(count, size_bytes, device)
-            self._places = Places(self._buckets.views)
+            buckets = backend_for(device.type).buckets(count, size_bytes, device)
+            # Together: an interrupt may come at every call.
+            self._buckets, self._places = buckets, Places(buckets.views)
         return self._buckets
 
 
