@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -21,14 +21,9 @@ class Run(NamedTuple):
     size_bytes: int
 
 
-class _Kind(NamedTuple):
-    """What is to be known of a tensor besides its address."""
-
-    made_of: type
-    device: torch.device
-    is_contiguous: bool
-    shape: torch.Size
-    dtype: torch.dtype
+_Kind: TypeAlias = tuple[type, torch.device, bool, torch.Size, torch.dtype]
+"""What is to be known of a tensor besides its address; the third: whether it is contiguous. Made of every tensor at every
+refit, where anything but a plain tuple takes five times as long."""
 
 
 class RunCopies(Protocol):
@@ -76,7 +71,7 @@ class PackingPlan:
         them have to be of the same types, for the first may be packed with a look at where the others lie."""
         first = slice(self._numbers[0].stop)
         # The types go first: what is no tensor has nothing else to compare.
-        return [*map(type, tensors)] == [kind.made_of for kind in self._kinds] and (
+        return [*map(type, tensors)] == [kind[0] for kind in self._kinds] and (
             [*map(_kind_of, tensors[first])] == self._kinds[first]
         )
 
@@ -192,7 +187,7 @@ def _copies(runs: Sequence[Sequence[Run]], device: torch.device) -> RunCopies:
 
 
 def _kind_of(tensor: torch.Tensor) -> _Kind:
-    return _Kind(type(tensor), tensor.device, tensor.is_contiguous(), tensor.shape, tensor.dtype)
+    return type(tensor), tensor.device, tensor.is_contiguous(), tensor.shape, tensor.dtype
 
 
 def _addresses(tensors: Sequence[torch.Tensor], plain: Sequence[bool]) -> list[int]:
@@ -201,8 +196,9 @@ def _addresses(tensors: Sequence[torch.Tensor], plain: Sequence[bool]) -> list[i
 
 def _is_plain(kind: _Kind, bucket: torch.device) -> bool:
     """Whether what lies at the tensor's address is the tensor, in row-major order, within reach of the copies."""
-    dispatches = getattr(kind.made_of, "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__
-    return kind.is_contiguous and kind.device == bucket and not dispatches and _copies_by_address(bucket)
+    made_of, device, contiguous, *_ = kind
+    dispatches = getattr(made_of, "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__
+    return contiguous and device == bucket and not dispatches and _copies_by_address(bucket)
 
 
 def _copies_by_address(device: torch.device) -> bool:
