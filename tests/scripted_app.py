@@ -76,14 +76,15 @@ class Held:
 
 
 class ScriptedLLM:
-    """What `refitd.engine` asks of vLLM, for an engine of one worker. Everything is answered at once unless held."""
+    """What `refitd.engine` asks of vLLM, for an engine of one worker, or of as many as a failure is a list of answers.
+    Everything is answered at once unless held. `asked` are the workers' calls with their arguments."""
 
     has_replicas = True
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.held: dict[str, Held] = {}
-        self.failures: dict[str, Exception | dict[str, Any]] = {}
+        self.failures: dict[str, Exception | dict[str, Any] | list[dict[str, Any]]] = {}
         self.requests_added = 0
         self.nan_seen = False
         self.on_nan: Callable[[], None] = lambda: None
@@ -106,6 +107,8 @@ class ScriptedLLM:
         failure = self.failures.get(method)
         return [failure if isinstance(failure, dict) else {"ok": True, **ANSWERS.get(method, {})}]
 
+        if isinstance(failure, list):
+            return failure
     async def is_sleeping(self) -> bool:
         await self._called("is_sleeping")
         return False

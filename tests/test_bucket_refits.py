@@ -138,6 +138,30 @@ def test_buckets_behind_a_begin_that_the_workers_refuse_are_refused(run: Callabl
 
 
 def test_the_end_goes_to_the_workers_behind_the_last_bucket(run: Callable[..., None]) -> None:
+def test_what_one_worker_wrote_behind_a_begin_that_another_refuses_is_not_served(run: Callable[..., None]) -> None:
+    """The refusal says that nothing was written, but the buckets were sent behind it."""
+
+    async def work(trainer: Trainer) -> None:
+        begin, apply = trainer.llm.hold("refitd_begin"), trainer.llm.hold("refitd_apply_bucket")
+        trainer.llm.failures["refitd_begin"] = [{"ok": True}, worker_refusal(ErrorCode.MANIFEST_MISMATCH)]
+        trainer.llm.failures["refitd_apply_bucket"] = [
+            {"ok": True, "bytes": 4},
+            worker_refusal(ErrorCode.UNKNOWN_REFIT),
+        ]
+        trainer.llm.failures["refitd_abort"] = [{"ok": True, "wrote": True}, {"ok": True, "wrote": False}]
+        tasks = [asyncio.create_task(trainer.begin()), asyncio.create_task(trainer.apply())]
+        await apply.begun.wait()
+        begin.may_end.set()
+        await asyncio.wait(tasks[:1])
+        apply.may_end.set()
+        await asyncio.wait(tasks)
+        codes = [task.exception().code for task in tasks]  # type: ignore[union-attr]
+        assert codes == [ErrorCode.MANIFEST_MISMATCH, ErrorCode.UNKNOWN_REFIT]
+        assert trainer.gate.state is EngineState.TORN
+
+    run(work)
+
+
     """Before its answer; nothing is published before every bucket has been answered."""
 
     async def work(trainer: Trainer) -> None:

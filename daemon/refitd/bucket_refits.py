@@ -30,9 +30,9 @@ from refit_protocol.messages import (
 from refit_protocol.tensors import check_pieces
 from refitd.commit import Commit, Ticket
 from refitd.config import Config
-from refitd.engine import Engine
+from refitd.engine import Engine, WorkerError
 from refitd.gate import Gate
-from refitd.in_place import finish_in_place
+from refitd.in_place import ended_with_writes, finish_in_place
 from refitd.open_refit import Beginning, OpenRefit, nothing_begun, unknown_refit
 from refitd.open_window import OpenWindow
 from refitd.running import Running
@@ -106,7 +106,12 @@ class BucketRefits:
             if body.again and source.replayed:
                 # What the buckets hold is known: they go to the workers behind this, before its answer.
                 beginning.tell(refit)
-            await begun
+            try:
+                await begun
+            except WorkerError as error:
+                # Where only some of them have refused, the others took what was sent behind this.
+                error.wrote = error.wrote or await ended_with_writes(self._engine, self._config.refit)
+                raise
             source.announce(refit.announced)
         return refit
 

@@ -39,13 +39,13 @@ async def finish_in_place(
     try:
         return await write_in_place(engine, config, source, only, ticket)
     except WorkerError as error:
-        error.wrote = error.wrote or await _ended_with_writes(engine, config)
+        error.wrote = error.wrote or await ended_with_writes(engine, config)
         raise
 
 
-async def _ended_with_writes(engine: Engine, config: RefitConfig) -> bool:
-    """Nothing that was prepared waits or runs any more; whether any of it ran."""
-    ended = await engine.call_workers("refitd_abort", timeout_seconds=config.deadline_seconds)
+async def ended_with_writes(engine: Engine, config: RefitConfig) -> bool:
+    """Nothing of the refit waits or runs any more on any worker; whether any of it ran."""
+    ended = await engine.call_workers("refitd_abort", timeout_seconds=config.deadline_seconds, writes=True)
     return any(answer["wrote"] for answer in ended)
 
 
@@ -68,7 +68,7 @@ async def prepare_in_place(
         )
     except WorkerError as error:
         # On no worker may anything be waiting, where only some of them have refused.
-        error.wrote = await _ended_with_writes(engine, config)
+        error.wrote = await ended_with_writes(engine, config)
         raise
     waiting = any(answer["waiting"] for answer in answers) and len(answers) <= MAX_BELL_WORKERS
     return ring_number(refit) if waiting else None, len(answers)
