@@ -162,6 +162,20 @@ def test_what_one_worker_wrote_behind_a_begin_that_another_refuses_is_not_served
     run(work)
 
 
+def test_a_begin_of_somebody_else_does_not_come_between(run: Callable[..., None]) -> None:
+    """It is refused, and the writer's buckets are for the writer's refit still."""
+
+    async def work(trainer: Trainer) -> None:
+        began = await trainer.begin()
+        with pytest.raises(ProtocolError) as refused:
+            await Trainer(trainer.scripted, trainer.scripted.session(), 1, 1).begin()
+        assert refused.value.code is ErrorCode.STALE_EPOCH
+        assert (await trainer.apply()).refit == began.refit
+
+    run(work)
+
+
+def test_the_end_goes_to_the_workers_behind_the_last_bucket(run: Callable[..., None]) -> None:
     """Before its answer; nothing is published before every bucket has been answered."""
 
     async def work(trainer: Trainer) -> None:

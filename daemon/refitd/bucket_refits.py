@@ -72,7 +72,9 @@ class BucketRefits:
         """Validates all that was announced, then shuts the gate: nothing is written yet."""
         assert isinstance(call.body, BeginRefit)
         body = call.body
-        beginning = self._beginning = Beginning(call.owner)
+        beginning = Beginning(call.owner)
+        if self._window.is_writers(call.owner):
+            self._beginning = beginning
         try:
             source = self._sources.of_writer(call.owner, body.epoch, body.source)
             if source.kind == "inplace":

@@ -82,6 +82,10 @@ class OpenWindow:
             raise unknown_refit(refit_id)
         return refit
 
+    def is_writers(self, session: Session) -> bool:
+        """Whether nobody else may open it now."""
+        return self._writer.session is session
+
     def require(self, refit: OpenRefit) -> None:
         """Raises `unknown_refit` where it has been ended meanwhile."""
         if self.refit is not refit:
