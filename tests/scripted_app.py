@@ -83,6 +83,7 @@ class ScriptedLLM:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.asked: list[tuple[str, tuple[Any, ...]]] = []
         self.held: dict[str, Held] = {}
         self.failures: dict[str, Exception | dict[str, Any] | list[dict[str, Any]]] = {}
         self.requests_added = 0
@@ -102,13 +103,14 @@ class ScriptedLLM:
         for held in self.held.values():
             held.may_end.set()
 
-    async def call_workers(self, method: str, _args: tuple[Any, ...]) -> list[dict[str, Any]]:
+    async def call_workers(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+        self.asked.append((method, args))
         await self._called(method)
         failure = self.failures.get(method)
-        return [failure if isinstance(failure, dict) else {"ok": True, **ANSWERS.get(method, {})}]
-
         if isinstance(failure, list):
             return failure
+        return [failure if isinstance(failure, dict) else {"ok": True, **ANSWERS.get(method, {})}]
+
     async def is_sleeping(self) -> bool:
         await self._called("is_sleeping")
         return False

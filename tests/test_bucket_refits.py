@@ -49,9 +49,9 @@ class Trainer:
         command = BeginRefit(epoch=self._epoch, source=self._source, tensors=[] if again else [TENSOR], again=again)
         return await self.scripted.ask(self._session, command, RefitBegan)
 
-    async def apply(self, refit: int | None = None, *, again: bool = True) -> BucketApplied:
+    async def apply(self, refit: int | None = None, *, again: bool = True, layout: int = 0) -> BucketApplied:
         pieces = [] if again else [PIECE]
-        command = ApplyBucket(epoch=self._epoch, refit=refit, bucket=0, pieces=pieces, layout=0)
+        command = ApplyBucket(epoch=self._epoch, refit=refit, bucket=0, pieces=pieces, layout=layout)
         return await self.scripted.ask(self._session, command, BucketApplied)
 
     async def finish(self, refit: int) -> RefitCommitted:
@@ -74,6 +74,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
                 await trainer.apply(again=False)
                 await trainer.finish(began.refit)
                 scripted.llm.calls.clear()
+                scripted.llm.asked.clear()
                 try:
                     await work(trainer)
                 finally:
@@ -137,7 +138,6 @@ def test_buckets_behind_a_begin_that_the_workers_refuse_are_refused(run: Callabl
     run(work)
 
 
-def test_the_end_goes_to_the_workers_behind_the_last_bucket(run: Callable[..., None]) -> None:
 def test_what_one_worker_wrote_behind_a_begin_that_another_refuses_is_not_served(run: Callable[..., None]) -> None:
     """The refusal says that nothing was written, but the buckets were sent behind it."""
 
@@ -171,6 +171,21 @@ def test_a_begin_of_somebody_else_does_not_come_between(run: Callable[..., None]
             await Trainer(trainer.scripted, trainer.scripted.session(), 1, 1).begin()
         assert refused.value.code is ErrorCode.STALE_EPOCH
         assert (await trainer.apply()).refit == began.refit
+
+    run(work)
+
+
+def test_buckets_that_waited_for_the_begin_go_before_those_that_come_later(run: Callable[..., None]) -> None:
+    """Also before one that comes at the moment at which the refit gets its number."""
+
+    async def work(trainer: Trainer) -> None:
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(trainer.begin())]
+        for number in range(TURNS):
+            tasks.append(asyncio.create_task(trainer.apply(again=False, layout=number)))
+            await asyncio.sleep(0)
+        await asyncio.gather(*tasks)
+        layouts = [layout for method, (*_, layout) in trainer.llm.asked if method == "refitd_apply_bucket"]
+        assert layouts == [*range(TURNS)]
 
     run(work)
 

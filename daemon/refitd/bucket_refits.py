@@ -140,10 +140,10 @@ class BucketRefits:
         beginning = self._beginning
         if beginning is None or beginning.session is not session:
             raise nothing_begun()
-        await beginning.is_known.wait()
-        if beginning.refit is None:
+        refit = await beginning.known()
+        if refit is None:
             raise nothing_begun()
-        return beginning.refit.id
+        return refit.id
 
     def _check_pieces(self, refit: OpenRefit, body: ApplyBucket) -> None:
         limit = self._config.server.max_bucket_pieces

@@ -33,10 +33,24 @@ class Beginning:
     session: Session
     refit: OpenRefit | None = None
     is_known: asyncio.Event = field(default_factory=asyncio.Event)
+    _asking: int = 0
 
     def tell(self, refit: OpenRefit) -> None:
         self.refit = refit
         self.is_known.set()
+
+    async def known(self) -> OpenRefit | None:
+        """None where it was refused. Whoever asks first goes on first."""
+        self._asking += 1
+        try:
+            if not self.is_known.is_set():
+                await self.is_known.wait()
+            elif self._asking > 1:
+                # Those who waited for it wake in this turn of the loop.
+                await asyncio.sleep(0)
+            return self.refit
+        finally:
+            self._asking -= 1
 
 
 @dataclass(eq=False)
