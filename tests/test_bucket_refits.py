@@ -11,13 +11,16 @@ import pytest
 
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import (
+    AbortRefit,
     ApplyBucket,
     BeginRefit,
     BucketApplied,
     FinishRefit,
     OpenSource,
+    RefitAborted,
     RefitBegan,
     RefitCommitted,
+    RefitHeld,
     SourceOpened,
 )
 from refit_protocol.states import EngineState
@@ -56,6 +59,13 @@ class Trainer:
 
     async def finish(self, refit: int) -> RefitCommitted:
         return await self.scripted.ask(self._session, FinishRefit(epoch=self._epoch, refit=refit), RefitCommitted)
+
+    async def hold(self, refit: int) -> RefitHeld:
+        command = FinishRefit(epoch=self._epoch, refit=refit, hold=True)
+        return await self.scripted.ask(self._session, command, RefitHeld)
+
+    async def abort(self, refit: int) -> RefitAborted:
+        return await self.scripted.ask(self._session, AbortRefit(epoch=self._epoch, refit=refit), RefitAborted)
 
 
 @pytest.fixture
@@ -227,5 +237,23 @@ def test_a_bucket_that_fails_has_the_last_word(run: Callable[..., None]) -> None
         assert codes == [ErrorCode.INVALID_DESCRIPTOR, ErrorCode.UNKNOWN_REFIT]
         assert trainer.gate.state is EngineState.TORN
         assert trainer.gate.version == 1
+
+    run(work)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_an_abort_that_a_worker_refuses_opens_no_gate_over_what_was_written(
+    run: Callable[..., None], held: bool
+) -> None:
+    """By the other worker, or by both: to the workers a held refit is finished, and they say that nothing was."""
+
+    async def work(trainer: Trainer) -> None:
+        began = await trainer.begin()
+        await trainer.apply(began.refit)
+        if held:
+            await trainer.hold(began.refit)
+        refusal = worker_refusal(ErrorCode.INTERNAL)
+        trainer.llm.failures["refitd_abort"] = [refusal if held else {"ok": True, "wrote": True}, refusal]
+        assert (await trainer.abort(began.refit)).state is EngineState.TORN
 
     run(work)

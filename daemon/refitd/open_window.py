@@ -15,7 +15,8 @@ import structlog
 from refit_protocol.errors import ProtocolError
 from refitd.commit import Commit
 from refitd.config import RefitConfig
-from refitd.engine import Engine
+from refitd.engine import Engine, WorkerError
+from refitd.in_place import ended_with_writes
 from refitd.open_refit import OpenRefit, unknown_refit
 from refitd.running import Running
 from refitd.sessions import Session
@@ -96,15 +97,21 @@ class OpenWindow:
         async with refit.order:
             if self.refit is not refit:
                 return False
-            try:
-                answers = await self._engine.call_workers("refitd_abort", timeout_seconds=self._config.deadline_seconds)
-                # To the workers a held refit is finished.
-                wrote = refit.held is not None or any(answer["wrote"] for answer in answers)
-                error: ProtocolError = self._commit.failure(f"refit {refit.id} was aborted: {why}", wrote=wrote)
-            except ProtocolError as unreachable:
-                error = unreachable
-            await self.end(refit, error)
+            await self.end(refit, await self._aborted(refit, why))
             return True
+
+    async def _aborted(self, refit: OpenRefit, why: str) -> ProtocolError:
+        """What the window is to be left with."""
+        # To the workers a held refit is finished.
+        wrote = refit.held is not None
+        try:
+            wrote = await ended_with_writes(self._engine, self._config) or wrote
+            return self._commit.failure(f"refit {refit.id} was aborted: {why}", wrote=wrote)
+        except WorkerError as refused:
+            refused.wrote = refused.wrote or wrote
+            return refused
+        except ProtocolError as unreachable:
+            return unreachable
 
     async def _abort_at_deadline(self, refit: OpenRefit) -> None:
         patience_seconds = refit.patience_seconds
