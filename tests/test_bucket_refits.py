@@ -257,3 +257,20 @@ def test_an_abort_that_a_worker_refuses_opens_no_gate_over_what_was_written(
         assert (await trainer.abort(began.refit)).state is EngineState.TORN
 
     run(work)
+
+
+def test_a_number_whose_new_pieces_came_to_grief_stands_for_nothing(run: Callable[..., None]) -> None:
+    """The workers may have taken it for those already, and whoever sent them does not know."""
+
+    async def work(trainer: Trainer) -> None:
+        began = await trainer.begin()
+        trainer.llm.failures["refitd_apply_bucket"] = worker_refusal(ErrorCode.INVALID_DESCRIPTOR)
+        with pytest.raises(ProtocolError):
+            await trainer.apply(began.refit, again=False)
+        del trainer.llm.failures["refitd_apply_bucket"]
+        await trainer.begin()
+        with pytest.raises(ProtocolError, match="layout 0 is none of bucket 0"):
+            await trainer.apply()
+        assert (await trainer.apply(again=False)).bucket == 0
+
+    run(work)

@@ -130,6 +130,9 @@ class BucketRefits:
             refit.source.require_layout(body.layout, body.bucket)
         else:
             self._check_pieces(refit, body)
+            if body.layout is not None:
+                # The workers may know it of the new pieces before their trainer does, or though they were refused.
+                refit.source.layouts.pop(body.layout, None)
         # Nothing to write must not count as having written.
         empty = not known and not any(piece.count for piece in body.pieces)
         size_bytes = 0 if empty else await self._running.to_its_end(self._apply(refit, body))
