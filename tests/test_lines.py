@@ -6,15 +6,19 @@ import asyncio
 import socket
 import threading
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from refitd.config import Config
 from refitd.lines import MAX_MESSAGE_BYTES, LineClosedError, Lines, encoded, open_lines
 from refitd.worker.boundary import Turns
 from refitd.worker.line import _serve, open_line
+from tests.scripted_app import ScriptedEngine
 from tests.waiting import until
 
 
@@ -126,6 +130,36 @@ def test_calls_wait_in_order_for_a_worker_that_has_no_room_for_more() -> None:
         finally:
             lines.close()
         assert answers == [{"number": number, "length": 60_000} for number in range(40)]
+
+    asyncio.run(scenario())
+
+
+def test_calls_that_take_the_long_way_behind_one_on_a_line_keep_their_order(tmp_path: Path) -> None:
+    """Also where one is made at the very moment at which that is answered, as what a bucket's failure leads to is."""
+
+    async def scenario() -> None:
+        busy = Busy()
+        engine = ScriptedEngine(Config(model="scripted", endpoint=f"ipc://{tmp_path}/s", runtime_directory=tmp_path))
+        await engine.load()
+        engine._lines = await opened(busy)
+        await engine.settle(60.0)
+        try:
+            call = partial(engine.call_workers, timeout_seconds=60.0, direct=True)
+            short = asyncio.create_task(call("refitd_count", "", 0))
+            await asyncio.sleep(0)
+            too_large = asyncio.create_task(call("refitd_too_large", "x" * (64 << 10)))
+
+            async def behind() -> None:
+                await short
+                await call("refitd_behind")
+
+            last = asyncio.create_task(behind())
+            await asyncio.sleep(0)
+            busy.may_answer.set()
+            await asyncio.gather(too_large, last)
+        finally:
+            engine._lines.close()
+        assert engine.script.calls == ["is_sleeping", "refitd_too_large", "refitd_behind"]
 
     asyncio.run(scenario())
 

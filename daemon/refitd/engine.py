@@ -152,6 +152,7 @@ class Engine:
         self._awake_seconds = 0.0
         self._direct_calls: set[asyncio.Future[list[dict[str, Any]]]] = set()
         self._calls = 0
+        self._changing_over = asyncio.Lock()
         self._still_after: int | None = None
         self._background: set[asyncio.Task[None]] = set()
         self.info: EngineInfo | None = None
@@ -249,8 +250,10 @@ class Engine:
         llm = self.llm
         self._calls += 1
         try:
-            while self._direct_calls:
-                await asyncio.wait(self._direct_calls)
+            # One behind the other: those that have waited are woken a moment after the last of these is answered.
+            async with self._changing_over:
+                while self._direct_calls:
+                    await asyncio.wait(self._direct_calls)
             return await llm.call_workers(method, tuple(args))
         # Our methods never raise in a worker, so a worker has died; what others answered is lost with it.
         except Exception as error:
