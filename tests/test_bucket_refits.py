@@ -172,6 +172,27 @@ def test_what_one_worker_wrote_behind_a_begin_that_another_refuses_is_not_served
     run(work)
 
 
+def test_nothing_goes_to_the_workers_behind_a_begin_that_was_refused(run: Callable[..., None]) -> None:
+    """While they are asked what was written: else a worker that cannot say might still write it."""
+
+    async def work(trainer: Trainer) -> None:
+        abort = trainer.llm.hold("refitd_abort")
+        trainer.llm.failures["refitd_begin"] = [{"ok": True}, worker_refusal(ErrorCode.INTERNAL)]
+        trainer.llm.failures["refitd_abort"] = worker_refusal(ErrorCode.INTERNAL)
+        began = asyncio.create_task(trainer.begin())
+        await abort.begun.wait()
+        applied = asyncio.create_task(trainer.apply())
+        await turns()
+        abort.may_end.set()
+        await asyncio.wait([began, applied])
+        codes = [task.exception().code for task in (began, applied)]  # type: ignore[union-attr]
+        assert codes == [ErrorCode.INTERNAL, ErrorCode.UNKNOWN_REFIT]
+        assert "refitd_apply_bucket" not in trainer.llm.calls
+        assert trainer.gate.state is EngineState.READY
+
+    run(work)
+
+
 def test_a_begin_of_somebody_else_does_not_come_between(run: Callable[..., None]) -> None:
     """It is refused, and the writer's buckets are for the writer's refit still."""
 

@@ -111,8 +111,12 @@ class BucketRefits:
             try:
                 await begun
             except WorkerError as error:
-                # Where only some of them have refused, the others took what was sent behind this.
-                error.wrote = error.wrote or await ended_with_writes(self._engine, self._config.refit)
+                # Where only some of them have refused, the others took what was sent behind this. Nothing more is sent,
+                # and this must not overtake a bucket, which has a task of its own.
+                async with refit.order:
+                    error.wrote = error.wrote or await self._running.run(
+                        ended_with_writes(self._engine, self._config.refit)
+                    )
                 raise
             source.announce(refit.announced)
         return refit

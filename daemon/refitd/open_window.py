@@ -105,7 +105,8 @@ class OpenWindow:
         # To the workers a held refit is finished.
         wrote = refit.held is not None
         try:
-            wrote = await ended_with_writes(self._engine, self._config) or wrote
+            # On a task of its own, as each bucket is: it must not overtake one.
+            wrote = await self._running.run(ended_with_writes(self._engine, self._config)) or wrote
             return self._commit.failure(f"refit {refit.id} was aborted: {why}", wrote=wrote)
         except WorkerError as refused:
             refused.wrote = refused.wrote or wrote
