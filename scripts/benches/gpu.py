@@ -125,7 +125,7 @@ def _bucket(process: DaemonProcess, model: Qwen3ForCausalLM, copy: float) -> Ite
         daemon.refit(tensors)
         yield Figure("bucket_first", (time.perf_counter() - started) * 1e3, "ms")
         reports: list[RefitReport] = []
-        bucket = _median(lambda: reports.append(daemon.refit(tensors)), SLOW_ROUNDS)
+        bucket = _median(lambda: reports.append(daemon.refit(tensors)), ROUNDS)
         yield Figure("bucket_extra_device_memory", free - _free_bytes(), "bytes")
         yield at_most("bucket_vs_copy", bucket * 1e3, "ms", 2.3, ratio=bucket / copy)
         yield from _phases("bucket", reports)

@@ -262,21 +262,6 @@ def test_where_packing_is_only_enqueued_the_gate_closes_meanwhile(
     assert same(target.tensors, weights)
 
 
-def test_the_first_bucket_of_the_same_tensors_is_packed_at_once(
-    staging: Staging, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where packing is only enqueued, and tensors of the same names, shapes and kinds came the last time."""
-    monkeypatch.setattr(PackingPlan, "ahead", 2)
-    weights = {name: torch.randn(64) for name in "abcd"}
-    moved = {name: tensor * 2 for name, tensor in weights.items()}
-    first, again = ["begun", "packed 0"], ["packed 0", "begun"]
-    for present, events in ((weights, first), (weights, again), (moved, again)):
-        target.events.clear()
-        refit(staging, target, present)
-        assert target.events[:3] == [*events, "packed 1"]
-        assert same(target.tensors, present)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -289,10 +274,10 @@ def test_the_first_bucket_of_the_same_tensors_is_packed_at_once(
     ],
     ids=["shape", "strides", "dtype", "kind", "another one", "one more"],
 )
-def test_a_first_bucket_that_was_packed_for_nothing_is_packed_again(
+def test_what_has_changed_since_is_packed_as_it_is(
     staging: Staging, target: Target, monkeypatch: pytest.MonkeyPatch, change: dict[str, torch.Tensor]
 ) -> None:
-    """What has changed shows when all tensors are looked at, or at once if it is in the first bucket."""
+    """Whether it shows in the first bucket or behind it, and whether another plan is needed."""
     monkeypatch.setattr(PackingPlan, "ahead", 2)
     weights = {name: torch.randn(64) for name in "abcd"}
     for present in (weights, weights | change, weights):
@@ -301,7 +286,7 @@ def test_a_first_bucket_that_was_packed_for_nothing_is_packed_again(
 
 
 def test_what_is_no_tensor_is_told_from_one(staging: Staging, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it comes behind a first bucket that could be packed at once, from elsewhere than the last time."""
+    """Also behind tensors that a plan could pack."""
     monkeypatch.setattr(PackingPlan, "ahead", 2)
     weights: dict[str, Any] = {name: torch.randn(64) for name in "abcd"}
     refit(staging, target, weights)

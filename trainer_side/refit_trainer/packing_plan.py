@@ -21,9 +21,9 @@ class Run(NamedTuple):
     size_bytes: int
 
 
-_Kind: TypeAlias = tuple[type, torch.device, bool, torch.Size, torch.dtype]
-"""What is to be known of a tensor besides its address; the third: whether it is contiguous. Made of every tensor at every
-refit, where anything but a plain tuple takes five times as long."""
+_Kind: TypeAlias = tuple[type, torch.device, bool]
+"""What is to be known of a tensor besides its address; the third: whether it is contiguous. One is made of each tensor
+at every refit, and anything but a plain tuple takes five times as long."""
 
 
 class RunCopies(Protocol):
@@ -65,15 +65,6 @@ class PackingPlan:
 
     def is_for(self, shapes: Sequence[TensorShape], max_pieces: int) -> bool:
         return self._shapes == shapes and self._max_pieces == max_pieces
-
-    def starts_alike(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether those of the first bucket are what they were when it was packed last, wherever they lie now; all of
-        them have to be of the same types, for the first may be packed with a look at where the others lie."""
-        first = slice(self._numbers[0].stop)
-        # The types go first: what is no tensor has nothing else to compare.
-        return [*map(type, tensors)] == [kind[0] for kind in self._kinds] and (
-            [*map(_kind_of, tensors[first])] == self._kinds[first]
-        )
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> Iterator[FilledBucket]:
         """Yields what `packing.pack` would, for tensors of these shapes. Nobody may change what is given meanwhile."""
@@ -187,7 +178,7 @@ def _copies(runs: Sequence[Sequence[Run]], device: torch.device) -> RunCopies:
 
 
 def _kind_of(tensor: torch.Tensor) -> _Kind:
-    return type(tensor), tensor.device, tensor.is_contiguous(), tensor.shape, tensor.dtype
+    return type(tensor), tensor.device, tensor.is_contiguous()
 
 
 def _addresses(tensors: Sequence[torch.Tensor], plain: Sequence[bool]) -> list[int]:
@@ -196,7 +187,7 @@ def _addresses(tensors: Sequence[torch.Tensor], plain: Sequence[bool]) -> list[i
 
 def _is_plain(kind: _Kind, bucket: torch.device) -> bool:
     """Whether what lies at the tensor's address is the tensor, in row-major order, within reach of the copies."""
-    made_of, device, contiguous, *_ = kind
+    made_of, device, contiguous = kind
     dispatches = getattr(made_of, "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__
     return contiguous and device == bucket and not dispatches and _copies_by_address(bucket)
 

@@ -51,17 +51,9 @@ _Report = TypeVar("_Report")
 
 
 class _Planned(NamedTuple):
-    names: list[str]
     layout: Layout
     max_pieces: int
     plan: PackingPlan
-
-
-class _Early(NamedTuple):
-    """The buckets of a refit that is not announced yet, by a plan for this layout."""
-
-    layout: Layout
-    packed: Iterator[FilledBucket]
 
 
 class Staging:
@@ -103,7 +95,16 @@ class Staging:
         try:
             if turn.is_contested:
                 yield turn.wait()
-            return (yield from self._refit(target, weights, specs, only, options, manifest))
+            coming, layout = yield from self._announced(weights, specs, manifest)
+            if only is not None:
+                check_selection(only, layout)
+                layout = {name: layout[name] for name in only}
+                coming = _selected(coming, layout)
+            begin = partial(target.begin, tensors=[*layout.values()], options=options, partial=only is not None)
+            report = yield from self._run(target, coming, layout, Beginning(target, begin))
+            if only is None and not isinstance(weights, Mapping):
+                self._learned = layout
+            return report
         finally:
             if turn.is_contested:
                 # Where it is waited for: it may have come to a waiting that was just interrupted.
@@ -111,28 +112,13 @@ class Staging:
             else:
                 turn.end()
 
-    def _refit(
-        self,
-        target: BucketTarget[_Report],
-        weights: Weights,
-        specs: Sequence[TensorShape] | None,
-        only: list[str] | None,
-        options: CommitOptions,
-        manifest: AskManifest,
+    def _run(
+        self, target: BucketTarget[_Report], coming: Coming, layout: Layout, beginning: Beginning
     ) -> Steps[_Report]:
-        early = self._packed_early(weights, target.max_pieces) if only is None and isinstance(weights, dict) else None
-        coming, layout = yield from self._announced(weights, specs, manifest)
-        if only is not None:
-            check_selection(only, layout)
-            layout = {name: layout[name] for name in only}
-            coming = _selected(coming, layout)
-        begin = partial(target.begin, tensors=[*layout.values()], options=options, partial=only is not None)
-        beginning = Beginning(target, begin)
         try:
             if isinstance(coming, dict):
-                report = yield from self._run_planned(target, coming, layout, beginning, early)
-            else:
-                report = yield from self._run(target, coming, layout, beginning)
+                return (yield from self._run_planned(target, coming, layout, beginning))
+            return (yield from self._run_in_order(target, coming, layout, beginning))
         except BaseException as error:
             try:
                 yield beginning.end(error)
@@ -141,21 +127,6 @@ class Staging:
                 yield beginning.end(error)
                 raise
             raise
-        if not isinstance(weights, Mapping) and only is None:
-            self._learned = layout
-        return report
-
-    def _packed_early(self, held: dict[str, torch.Tensor], max_pieces: int) -> _Early | None:
-        """On a GPU that has nothing else to do the first bucket is packed at once, by the last plan: to look at all
-        tensors, as has to be done before anything is said of them, takes longer. For nothing if they are others now."""
-        planned, buckets = self._planned, self._buckets
-        if planned is None or buckets is None or planned.plan.ahead == 1:
-            return None
-        tensors = [*held.values()]
-        if planned.max_pieces != max_pieces or planned.names != [*held] or not planned.plan.starts_alike(tensors):
-            return None
-        packed = _synchronised(planned.plan.pack(tensors), buckets)
-        return _Early(planned.layout, chain([next(packed)], packed))
 
     def _run_planned(
         self,
@@ -163,7 +134,6 @@ class Staging:
         held: dict[str, torch.Tensor],
         layout: Layout,
         beginning: Beginning,
-        early: _Early | None,
     ) -> Steps[_Report]:
         """Where packing is only enqueued, the role and the gate are waited for meanwhile."""
         if not held:
@@ -172,14 +142,11 @@ class Staging:
         plan = self._plan_of(held, layout, target.max_pieces)
         if plan.ahead > 1:
             yield Started(beginning.start())
-        if early is not None and early.layout is layout:
-            packed = early.packed
-        else:
-            packed = _synchronised(plan.pack([*held.values()]), beginning.buckets)
+        packed = _synchronised(plan.pack([*held.values()]), beginning.buckets)
         yield beginning.go_on([*islice(packed, plan.ahead)])
         return (yield from sent(target, packed))
 
-    def _run(
+    def _run_in_order(
         self, target: BucketTarget[_Report], tensors: Iterator[NamedTensor], layout: Layout, beginning: Beginning
     ) -> Steps[_Report]:
         """The first bucket is packed before the gate closes: generation waits less, and most mistakes show up by then.
@@ -198,13 +165,12 @@ class Staging:
         planned = self._planned
         # What has not changed since has the very same layout; to compare all tensors takes longer than to pack some.
         if planned is None or planned.layout is not layout or planned.max_pieces != max_pieces:
-            names = [*names]
             shapes = [layout[name] for name in names]
             if planned is not None and planned.plan.is_for(shapes, max_pieces):
                 plan = planned.plan
             else:
                 plan = PackingPlan(shapes, self._places, max_pieces)
-            planned = self._planned = _Planned(names, layout, max_pieces, plan)
+            planned = self._planned = _Planned(layout, max_pieces, plan)
         return planned.plan
 
     def _announced(
