@@ -295,3 +295,23 @@ def test_a_number_whose_new_pieces_came_to_grief_stands_for_nothing(run: Callabl
         assert (await trainer.apply(again=False)).bucket == 0
 
     run(work)
+
+
+def test_an_engine_that_has_just_stopped_is_brought_to_rest_first(run: Callable[..., None]) -> None:
+    """After the last request's end: what a refit asks of the workers then takes the short way, which is there while the
+    engine stands still."""
+
+    async def work(trainer: Trainer) -> None:
+        engine = trainer.scripted.app.engine
+        trainer.llm.requests_added += 1
+        assert not engine.is_still
+        began = await trainer.begin()
+        assert engine.is_still
+        await trainer.apply(began.refit)
+        await trainer.finish(began.refit)
+        assert trainer.llm.calls[:2] == ["is_sleeping", "refitd_begin"]
+        trainer.llm.calls.clear()
+        await trainer.begin()
+        assert trainer.llm.calls[0] == "refitd_begin"
+
+    run(work)
