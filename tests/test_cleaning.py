@@ -70,7 +70,7 @@ def test_a_refit_waits_for_the_cleaning(tmp_path: Path, monkeypatch: pytest.Monk
             await asyncio.sleep(0)
             cleaning.may_end.set()
             await refit
-            assert scripted.llm.calls == [*CLEANED, "refitd_commit"]
+            assert scripted.llm.calls == [*CLEANED, "is_sleeping", "refitd_commit"]
 
     asyncio.run(run())
 

@@ -94,9 +94,6 @@ class BucketRefits:
             refit = OpenRefit.announce(next(self._ids), session, source, body.tensors, ticket)
         async with self._window.opened(refit):
             ticket.check()
-            if not self._engine.is_still:
-                # No request runs any more. Once this is known to the engine, all that follows takes the short way.
-                await self._engine.settle(self._config.refit.deadline_seconds)
             begun = self._running.run(
                 self._engine.call_workers(
                     "refitd_begin",

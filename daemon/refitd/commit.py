@@ -323,6 +323,9 @@ class Commit:
                 clear_cache=ticket.policy == "recompute", timeout_seconds=self._config.deadline_seconds
             )
             return True
+        if not self._engine.is_still:
+            # The last request has just ended: what the workers are asked from here on takes the short way.
+            await self._engine.settle(self._config.deadline_seconds)
         return False
 
     async def _clean_cache(self) -> None:
