@@ -28,6 +28,7 @@ class Workers:
 
     digest: str
     asked: list[tuple[Any, ...]] = field(default_factory=list)
+    is_still: bool = True
 
     async def call_workers(self, *call: Any, **_: Any) -> list[dict[str, Any]]:
         self.asked.append(call)
