@@ -30,7 +30,7 @@ from refit_protocol.messages import (
 from refit_protocol.tensors import check_pieces
 from refitd.commit import Commit, Ticket
 from refitd.config import Config
-from refitd.engine import Engine, WorkerError
+from refitd.engine import Engine
 from refitd.gate import Gate
 from refitd.in_place import ended_with_writes, finish_in_place
 from refitd.open_refit import Beginning, OpenRefit, nothing_begun, unknown_refit
@@ -40,6 +40,7 @@ from refitd.sessions import Answer, Call, Session
 from refitd.source import MAX_LAYOUTS, Source
 from refitd.sources import Sources
 from refitd.terms import ticket_for
+from refitd.worker_error import WorkerError
 
 
 class BucketRefits:

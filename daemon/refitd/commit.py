@@ -30,9 +30,10 @@ from refit_protocol.states import (
 )
 from refitd.cleaning import Cleaning
 from refitd.config import RefitConfig
-from refitd.engine import Engine, WorkerError
+from refitd.engine import Engine
 from refitd.gate import Gate
 from refitd.ranks import combine_digests, combine_paths, combine_unplanned
+from refitd.worker_error import WorkerError
 
 # Far enough below 2^64 that a version chosen by a trainer never is the last one there can be.
 MAX_CHOSEN_VERSION = (1 << 63) - 1

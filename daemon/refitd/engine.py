@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from refitd.config import Config, ConfigError, LoraConfig
 from refitd.engine_failure import one_line
 from refitd.lines import LineClosedError, Lines, encoded, open_lines
 from refitd.ranks import combine_manifests
+from refitd.worker_error import raise_worker_error
 
 if TYPE_CHECKING:
     import numpy as np
@@ -98,14 +99,6 @@ class RequestKind:
     stop_token_ids: tuple[int, ...]
     priority: int
     adapter: Adapter | None
-
-
-class WorkerError(ProtocolError):
-    """What workers answered; `wrote` says that some engine memory may have changed."""
-
-    def __init__(self, code: ErrorCode, message: str, *, wrote: bool, **details: object) -> None:
-        super().__init__(code, message, **details)
-        self.wrote = wrote
 
 
 @dataclass(frozen=True)
@@ -223,7 +216,7 @@ class Engine:
         vLLM's own RPC timeout is not used: after it expires every later call gets the answer of the one before.
         """
         answers = await self._answer(self._sent(method, args, direct), method, timeout_seconds)
-        _raise_worker_error(answers, writes)
+        raise_worker_error(answers, writes=writes)
         return list(answers)
 
     def _sent(self, method: str, args: Sequence[Any], direct: bool) -> Awaitable[list[dict[str, Any]]]:
@@ -590,14 +583,3 @@ def _lora_arguments(lora: LoraConfig) -> dict[str, Any]:
     if not lora.enabled:
         return {}
     return {"enable_lora": True, "max_loras": lora.max_adapters, "max_lora_rank": lora.max_rank}
-
-
-def _raise_worker_error(answers: Sequence[Mapping[str, Any]], writes: bool) -> None:
-    failures = [answer for answer in answers if "error" in answer]
-    if not failures:
-        return
-    # A worker that succeeded in a writing call has written, even where another refused before its first byte.
-    wrote = any(answer.get("wrote", False) for answer in failures) or (writes and len(failures) < len(answers))
-    error = failures[0]["error"]
-    details = {str(key): value for key, value in error.get("details", {}).items()}
-    raise WorkerError(ErrorCode(error["code"]), error["message"], wrote=wrote, **details)

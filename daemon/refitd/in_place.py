@@ -8,8 +8,9 @@ from typing import Any
 from refit_protocol.bell import MAX_BELL_WORKERS, ring_number
 from refitd.commit import Ticket
 from refitd.config import RefitConfig
-from refitd.engine import Engine, WorkerError
+from refitd.engine import Engine
 from refitd.source import Source
+from refitd.worker_error import WorkerError
 
 
 async def write_in_place(

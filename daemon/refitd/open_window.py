@@ -15,12 +15,13 @@ import structlog
 from refit_protocol.errors import ProtocolError
 from refitd.commit import Commit
 from refitd.config import RefitConfig
-from refitd.engine import Engine, WorkerError
+from refitd.engine import Engine
 from refitd.in_place import ended_with_writes
 from refitd.open_refit import OpenRefit, unknown_refit
 from refitd.running import Running
 from refitd.sessions import Session
 from refitd.sources import Sources
+from refitd.worker_error import WorkerError
 from refitd.writer import Writer
 
 STOPPING = "the daemon is shutting down"

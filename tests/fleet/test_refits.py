@@ -48,9 +48,9 @@ from refit_trainer import (
 from refit_trainer.fleet.policy import OnFailure
 from refit_trainer.sharing import shared_module
 from tests.fleet.conftest import directory_in
+from tests.trainer.granted import REPORT
 from tests.trainer.peer import STATUS as PEER_STATUS
 from tests.trainer.peer import Asked, Peer, endpoint_in, running
-from tests.trainer.test_staging import REPORT
 
 SERVED = 3
 STATUS = msgspec.structs.replace(

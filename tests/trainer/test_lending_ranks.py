@@ -24,8 +24,8 @@ from refit_protocol.messages import (
     WriterReleased,
 )
 from tests.daemon_process import ONE_THREAD
+from tests.trainer.granted import REPORT
 from tests.trainer.peer import Asked, Peer, endpoint_in, running
-from tests.trainer.test_staging import REPORT
 
 WORLD_SIZE = 2
 

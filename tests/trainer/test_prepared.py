@@ -46,8 +46,8 @@ from refit_trainer import (
 from refit_trainer.memory import Memfd
 from refit_trainer.sharing import shared_module
 from tests.trainer.background import in_background
+from tests.trainer.granted import REPORT
 from tests.trainer.peer import Asked, Peer
-from tests.trainer.test_staging import REPORT
 from tests.waiting import LOOK_SECONDS, until
 
 EPOCH, SOURCE, REFIT, RING, WORKERS = 7, 1, 5, 17, 2
