@@ -24,9 +24,16 @@ class Wire:
 
     def cut(self) -> None:
         """Breaks every connection, and returns when the daemon has seen it; new ones are let through."""
-        before = len(self._connections)
-        self._daemon.in_loop(lambda: [task.cancel() for task in self._connections])
-        self._daemon.until(lambda: len(self._connections) < before)
+        # These, not as many: a client may be back before anybody looks.
+        cut: set[asyncio.Task[None]] = set()
+
+        def cancel() -> None:
+            cut.update(self._connections)
+            for task in cut:
+                task.cancel()
+
+        self._daemon.in_loop(cancel)
+        self._daemon.until(lambda: all(task.done() for task in cut))
 
     async def open(self) -> None:
         self._server = await asyncio.start_unix_server(self._connected, self._path)
