@@ -200,11 +200,10 @@ class Staging:
         # Summing up takes longer than the other steps of a later refit.
         if self._buckets is not None and self._planned is not None and self._planned.layout is layout:
             return self._buckets
-        count = BUCKETS.get(device.type, 2)
-        pair_bytes = 2 * (
-            DEFAULT_BYTES.get(device.type, 64 << 20) if self._bucket_bytes is None else self._bucket_bytes
-        )
-        size_bytes = min(aligned(pair_bytes // count, ALIGNMENT_BYTES), share_bytes(layout.values(), count))
+        count = BUCKETS.get(device.type, BUCKETS["cpu"])
+        default_bytes = DEFAULT_BYTES.get(device.type, DEFAULT_BYTES["cpu"])
+        half_bytes = default_bytes if self._bucket_bytes is None else self._bucket_bytes
+        size_bytes = min(aligned(2 * half_bytes // count, ALIGNMENT_BYTES), share_bytes(layout.values(), count))
         if self._buckets is None or self._buckets.views[0].numel() < size_bytes:
             self.close()
             buckets = backend_for(device.type).buckets(count, size_bytes, device)
