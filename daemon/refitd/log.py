@@ -1,7 +1,7 @@
 """The one place where logging is set up: JSON lines under the journal, readable lines in a terminal, always on stderr.
 
 Everything logs through `structlog.get_logger()`; what libraries log through `logging` comes out in the same shape.
-Ids of a session, request or refit are bound with `bound(...)` and then stand in every line of that task.
+Ids of a request or refit are bound with `bind(...)` and then stand in every line of that task.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ VLLM_CONFIGURATION = Path(__file__).with_name("vllm_logging.json")
 # syslog(3) priorities: journald takes a leading `<N>` off a line and files it under that priority.
 _PRIORITIES = {"critical": 2, "error": 3, "warning": 4, "info": 6, "debug": 7}
 
-bound = structlog.contextvars.bound_contextvars
+bind = structlog.contextvars.bind_contextvars
 
 
 def configure(level: Level = "info", json: bool | None = None, environment: Mapping[str, str] = os.environ) -> None:

@@ -26,7 +26,7 @@ from refit_protocol.states import SessionEvent
 from refitd.config import ServerConfig
 from refitd.curve import CurveAccess
 from refitd.endpoint import EndpointError
-from refitd.log import bound
+from refitd.log import bind
 from refitd.peers import ROOT
 from refitd.sessions import Answer, Call, Session, Sessions
 
@@ -244,10 +244,11 @@ class Server:
 
     async def _serve(self, call: Call, handler: LengthyHandler) -> None:
         started = time.monotonic()
+        # They end with the task, which has a context of its own.
+        bind(**_log_ids(call))
         try:
-            with bound(**_log_ids(call)):
-                async for answer in handler(call):
-                    self._reply(call, answer)
+            async for answer in handler(call):
+                self._reply(call, answer)
             self.on_answered(type(call.body).__name__, time.monotonic() - started)
         except ProtocolError as error:
             self._fail(call, error)

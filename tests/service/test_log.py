@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -25,11 +26,13 @@ from tests.daemon_process import DaemonProcess
 from tests.trainers import specs_of
 
 LINES = """
-import logging, structlog
+import asyncio, logging, structlog
 from refitd import log
 log.configure(level="info", json={json})
-with log.bound(session="s-1", request=7):
+async def serve():
+    log.bind(session="s-1", request=7)
     structlog.get_logger("refitd.refit").info("refit committed", version=3)
+asyncio.run(serve())
 logging.getLogger("uvicorn").warning("port %d is busy", 80)
 structlog.get_logger("refitd.engine").debug("not at this level")
 try:
@@ -153,11 +156,18 @@ def test_an_operators_own_vllm_logging_wins() -> None:
     assert environment["VLLM_LOGGING_CONFIG_PATH"] == "/etc/vllm-logging.json"
 
 
-def test_bound_ids_end_with_their_block() -> None:
-    """Ids of one request do not stick to the next."""
-    with log.bound(request=1):
+def test_bound_ids_end_with_their_task() -> None:
+    """Ids of one request do not stick to the next, nor to whoever receives them."""
+
+    async def serve() -> None:
+        log.bind(request=1)
         assert structlog.contextvars.get_contextvars()["request"] == 1
-    assert "request" not in structlog.contextvars.get_contextvars()
+
+    async def receive() -> None:
+        await asyncio.create_task(serve())
+        assert "request" not in structlog.contextvars.get_contextvars()
+
+    asyncio.run(receive())
 
 
 def fields(line: str, *names: str) -> list[Any]:
