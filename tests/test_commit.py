@@ -9,7 +9,14 @@ from typing import Literal
 import pytest
 
 from refit_protocol.errors import ErrorCode, ProtocolError
-from refit_protocol.messages import BeginRefit, CommitRefit, RefitCommitted, ReleaseWriter, WriterReleased
+from refit_protocol.messages import (
+    BeginRefit,
+    CommitRefit,
+    RefitCommitted,
+    RefitReport,
+    ReleaseWriter,
+    WriterReleased,
+)
 from refit_protocol.states import EngineState
 from refitd.commit import REPORTS_KEPT
 from tests.scripted_app import loaded_app, worker_refusal
@@ -109,5 +116,28 @@ def test_the_last_refits_are_in_the_status_newest_first(tmp_path: Path, monkeypa
                 (report.version, report.milliseconds) for report in latest
             ]
             assert status.last_refit == latest[0]
+
+    asyncio.run(run())
+
+
+def test_what_is_committed_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the metrics, which may have it a moment later than the trainer has its answer and the status the report."""
+
+    async def run() -> None:
+        async with loaded_app(tmp_path, monkeypatch) as scripted:
+            commit, counted = scripted.app.commit, asyncio.Event()
+            reports: list[RefitReport] = []
+
+            def count(report: RefitReport) -> None:
+                reports.append(report)
+                counted.set()
+
+            commit.on_committed = count
+            session, epoch = await scripted.writer()
+            source = await scripted.open(session, epoch)
+            answer = await scripted.ask(session, CommitRefit(epoch=epoch, source=source), RefitCommitted)
+            assert commit.reports[0] is answer.report
+            await counted.wait()
+            assert reports == [answer.report]
 
     asyncio.run(run())

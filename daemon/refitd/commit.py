@@ -39,7 +39,7 @@ from refitd.worker_error import WorkerError
 MAX_CHOSEN_VERSION = (1 << 63) - 1
 # After the last request's end; a client that sends one request after the other is not slowed down.
 SETTLE_AFTER_SECONDS = 0.05
-LOG_AFTER_SECONDS = 0.002
+NOTE_AFTER_SECONDS = 0.002
 REPORTS_KEPT = 10
 
 log = structlog.get_logger()
@@ -264,10 +264,22 @@ class Commit:
         report = _report(ticket, answers, self.digest, copied)
         self.reports.appendleft(report)
         self._gate.last_error = None
-        self.on_committed(report)
         # A moment later: the trainer waits for the answer.
-        asyncio.get_running_loop().call_later(LOG_AFTER_SECONDS, _log_commit, report)
+        asyncio.get_running_loop().call_later(NOTE_AFTER_SECONDS, self._note_commit, report)
         return report
+
+    def _note_commit(self, report: RefitReport) -> None:
+        """For the metrics and the log."""
+        self.on_committed(report)
+        log.info(
+            "weights committed",
+            version=report.version,
+            path=report.path,
+            tensors=report.tensors,
+            size_bytes=report.size_bytes,
+            milliseconds=round(report.milliseconds.total, 3),
+            digest=report.digest,
+        )
 
     def weights_dropped(self) -> None:
         """Level 2 sleep: nothing is served until a full refit."""
@@ -429,18 +441,6 @@ def _report(ticket: Ticket, answers: Sequence[dict[str, Any]], digest: str | Non
             total=(now - ticket.started - ticket.waited_seconds) * 1e3,
             waited=ticket.waited_seconds * 1e3,
         ),
-    )
-
-
-def _log_commit(report: RefitReport) -> None:
-    log.info(
-        "weights committed",
-        version=report.version,
-        path=report.path,
-        tensors=report.tensors,
-        size_bytes=report.size_bytes,
-        milliseconds=round(report.milliseconds.total, 3),
-        digest=report.digest,
     )
 
 
