@@ -141,3 +141,29 @@ def test_what_is_committed_is_counted_once(tmp_path: Path, monkeypatch: pytest.M
             assert reports == [answer.report]
 
     asyncio.run(run())
+
+
+def test_a_rehearsal_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither before the first refit nor while one is under way."""
+
+    async def run() -> None:
+        async with loaded_app(tmp_path, monkeypatch) as scripted:
+            commit, gate = scripted.app.commit, scripted.app.gate
+            monkeypatch.setattr("refitd.commit.REHEARSE_SECONDS", -1.0)
+            assert scripted.app.engine.meanwhile == commit.rehearse
+            commit.rehearse()
+            session, epoch = await scripted.writer()
+            source = await scripted.open(session, epoch)
+            command = CommitRefit(epoch=epoch, source=source)
+            await scripted.ask(session, command, RefitCommitted)
+            held = scripted.llm.hold("refitd_commit")
+            second = asyncio.create_task(scripted.ask(session, command, RefitCommitted))
+            await held.begun.wait()
+            commit.rehearse()
+            assert (gate.state, gate.version) == (EngineState.REFITTING, 1)
+            assert [report.version for report in commit.reports] == [1]
+            held.may_end.set()
+            assert (await second).report.version == 2
+            assert [report.version for report in commit.reports] == [2, 1]
+
+    asyncio.run(run())

@@ -164,6 +164,24 @@ def test_calls_that_take_the_long_way_behind_one_on_a_line_keep_their_order(tmp_
     asyncio.run(scenario())
 
 
+def test_while_the_loop_is_awake_for_an_answer_something_is_done(tmp_path: Path) -> None:
+    """Here it is what lets the worker answer."""
+
+    async def scenario() -> None:
+        busy = Busy()
+        engine = ScriptedEngine(Config(model="scripted", endpoint=f"ipc://{tmp_path}/s", runtime_directory=tmp_path))
+        await engine.load()
+        engine._lines, engine._awake_seconds, engine.meanwhile = await opened(busy), 60.0, busy.may_answer.set
+        await engine.settle(60.0)
+        try:
+            [answer] = await engine.call_workers("refitd_count", "", 7, timeout_seconds=60.0, direct=True)
+        finally:
+            engine._lines.close()
+        assert answer == {"number": 7, "length": 0}
+
+    asyncio.run(scenario())
+
+
 class Patient(Rank):
     """A worker whose calls wait for what the test lets happen, in turns."""
 

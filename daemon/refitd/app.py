@@ -299,6 +299,7 @@ class App:
         self.liveness.on_missed = self.metrics.engine_missed_answer
         self.liveness.on_death = self._engine_died
         self.engine.on_nan = self.commit.cleaning.soon
+        self.engine.meanwhile = self.commit.rehearse
         self.adapters.on_change = self._serve_adapters
         self.lifecycle.on_loaded = [self._model_loaded]
         self.lifecycle.read_progress = LoadProgress(self._config.runtime_directory).read

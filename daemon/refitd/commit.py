@@ -40,6 +40,7 @@ MAX_CHOSEN_VERSION = (1 << 63) - 1
 # After the last request's end; a client that sends one request after the other is not slowed down.
 SETTLE_AFTER_SECONDS = 0.05
 NOTE_AFTER_SECONDS = 0.002
+REHEARSE_SECONDS = 0.001
 REPORTS_KEPT = 10
 
 log = structlog.get_logger()
@@ -124,6 +125,8 @@ class Commit:
         self.digest_mode: AttestMode = "sampled"
         self.restorable_version: int | None = None
         self._kept = _Kept(None, "off")
+        self._rehearsal: tuple[Ticket, Sequence[dict[str, Any]]] | None = None
+        self._rehearsed = 0.0
         self.reports: deque[RefitReport] = deque(maxlen=REPORTS_KEPT)
         self.abort_requests: Callable[[ErrorCode], Awaitable[None]] = _nothing_to_abort
         self.on_committed: Callable[[RefitReport], None] = lambda _report: None
@@ -262,11 +265,25 @@ class Commit:
         self.restorable_version = None
         await self._gate.publish(ticket.version)
         report = _report(ticket, answers, self.digest, copied)
+        # A list of unplanned tensors may be long.
+        self._rehearsal = None if report.unplanned else (ticket, answers)
         self.reports.appendleft(report)
         self._gate.last_error = None
         # A moment later: the trainer waits for the answer.
         asyncio.get_running_loop().call_later(NOTE_AFTER_SECONDS, self._note_commit, report)
         return report
+
+    def rehearse(self) -> None:
+        """To be called while the workers are waited for, however often; has no effect.
+
+        Code takes several times as long when it has not run for some milliseconds, and a trainer waits for what
+        follows the workers' answer: so that is done now and then with the last refit's.
+        """
+        now = time.monotonic()
+        if self._rehearsal is not None and now > self._rehearsed + REHEARSE_SECONDS:
+            self._rehearsed = now
+            ticket, answers = self._rehearsal
+            _report(ticket, answers, combine_digests(answers), now)
 
     def _note_commit(self, report: RefitReport) -> None:
         """For the metrics and the log."""

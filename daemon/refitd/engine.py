@@ -152,6 +152,8 @@ class Engine:
         self.on_step: Callable[[Sequence[StepOutput]], None] = lambda _outputs: None
         self.on_death: Callable[[BaseException], None] = lambda _error: None
         self.on_nan: Callable[[], None] = lambda: None
+        # In every turn of the loop while it is awake for an answer.
+        self.meanwhile: Callable[[], None] = lambda: None
         self._dead = False
         # Each with whether its answer may take long.
         self._waiting: dict[asyncio.Timeout, bool] = {}
@@ -232,7 +234,7 @@ class Engine:
 
     async def _heard(self, answers: asyncio.Future[list[dict[str, Any]]]) -> list[dict[str, Any]]:
         try:
-            with awake(self._awake_seconds):
+            with awake(self._awake_seconds, self.meanwhile):
                 return await answers
         # What the worker did is not known, and nothing would answer the calls behind this one.
         except LineClosedError as error:

@@ -68,3 +68,27 @@ def test_left_early_it_is_over() -> None:
     selector = watched(fail_then_wait())
     assert selector.slept > 0
     assert len(selector.seconds) < 10
+
+
+def test_meanwhile_something_is_done_again_and_again() -> None:
+    """Until the block is left, and where the loop is not awake not at all."""
+    calls: list[int] = []
+
+    async def work() -> None:
+        enough = asyncio.Event()
+
+        def call() -> None:
+            calls.append(len(calls))
+            if len(calls) == 10:
+                enough.set()
+
+        with awake(0.0, call):
+            await asyncio.sleep(0.001)
+        assert not calls
+        with awake(60.0, call):
+            await enough.wait()
+        after = len(calls)
+        await asyncio.sleep(0.001)
+        assert len(calls) == after
+
+    asyncio.run(work())
