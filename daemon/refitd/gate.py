@@ -168,4 +168,4 @@ class Gate:
 
     def _wake(self) -> None:
         self._changed.set()
-        self._changed = asyncio.Event()
+        self._changed.clear()
