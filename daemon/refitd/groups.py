@@ -5,7 +5,7 @@ done once, when all have asked: opening the source that they make up together, a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -21,7 +21,7 @@ MAX_RANKS = 4096
 MAX_GROUPS = 64
 MAX_NAME = 128
 
-Run = Callable[[Awaitable[Any]], asyncio.Task[Any]]
+Run = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
 Committed = RefitCommitted | RefitHeld
 
 _Item = TypeVar("_Item")

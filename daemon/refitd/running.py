@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from refitd.commit import Ticket
@@ -22,18 +22,17 @@ class Running:
         self.tasks: set[asyncio.Task[Any]] = set()
         self.windows: dict[asyncio.Task[Any], tuple[Session, Ticket]] = {}
 
-    def run(self, work: Awaitable[_Result]) -> asyncio.Task[_Result]:
-        task = asyncio.ensure_future(work)
-        assert isinstance(task, asyncio.Task)
+    def run(self, work: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
+        task = asyncio.create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
-    async def to_its_end(self, work: Awaitable[_Result]) -> _Result:
+    async def to_its_end(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         """What `work` returns or raises; it is not cancelled with whoever waits for it."""
         return await asyncio.shield(self.run(work))
 
-    async def in_window(self, session: Session, ticket: Ticket, work: Awaitable[_Result]) -> _Result:
+    async def in_window(self, session: Session, ticket: Ticket, work: Coroutine[Any, Any, _Result]) -> _Result:
         """As above; what only waits for the window ends when the session lets go of the writer's role."""
         task = self.run(work)
         self.windows[task] = (session, ticket)
