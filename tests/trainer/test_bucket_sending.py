@@ -57,12 +57,12 @@ def test_bucket_is_packed_while_the_other_is_read(peer: Peer, client: Daemon) ->
 
 
 def test_the_end_is_asked_for_behind_the_last_bucket(peer: Peer, client: Daemon) -> None:
-    """Which is not answered yet; the refit has ended when all of it is."""
+    """Neither that one nor the one before is answered yet; the refit has ended when all of it is."""
     thread, outcome = in_background(client.refit, {name: TENSORS[name] for name in "abcd"})
     grant(peer)
     begin(peer)
-    applied(peer.next(ApplyBucket))
-    last, end = peer.next(ApplyBucket), peer.next(FinishRefit)
+    first, last, end = peer.next(ApplyBucket), peer.next(ApplyBucket), peer.next(FinishRefit)
+    applied(first)
     applied(last)
     end.reply(RefitCommitted(report=REPORT))
     thread.join()
@@ -71,12 +71,12 @@ def test_the_end_is_asked_for_behind_the_last_bucket(peer: Peer, client: Daemon)
 
 def test_what_a_last_bucket_was_refused_with_is_raised(peer: Peer, client: Daemon) -> None:
     """Not what the end behind it was refused with, though that comes first."""
-    thread, outcome = in_background(client.refit, {name: TENSORS[name] for name in "abcd"})
+    thread, outcome = in_background(client.refit, iter({name: TENSORS[name] for name in "abcd"}.items()), SPECS[:4])
     grant(peer)
     begin(peer)
-    applied(peer.next(ApplyBucket))
-    last, end = peer.next(ApplyBucket), peer.next(FinishRefit)
+    first, last, end = peer.next(ApplyBucket), peer.next(ApplyBucket), peer.next(FinishRefit)
     end.fail(ErrorCode.UNKNOWN_REFIT)
+    applied(first)
     last.fail(ErrorCode.REFIT_FAILED)
     peer.next(AbortRefit).fail(ErrorCode.UNKNOWN_REFIT)
     thread.join()

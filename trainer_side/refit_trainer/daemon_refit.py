@@ -181,6 +181,9 @@ class DaemonRefit(OneRefit):
         self._applied += 1
 
     async def _following_read(self, filled: FilledBucket) -> None:
+        """At once behind the last one: the end is sent while it and those before it are still being read."""
+        if filled.is_last:
+            return
         following = self._reading.pop((filled.bucket + 1) % self._buckets, None)
         if following is not None:
             await following

@@ -27,11 +27,12 @@ EXPECTED = "pass specs= where an iterator yields other tensors than the last one
 
 @dataclass
 class FilledBucket:
-    """Bucket number `bucket` holds `pieces`, `size_bytes` in all."""
+    """Bucket number `bucket` holds `pieces`, `size_bytes` in all; `is_last`: no other one is packed behind it."""
 
     bucket: int
     pieces: list[BucketPiece] = field(default_factory=list)
     size_bytes: int = 0
+    is_last: bool = False
 
     def holds_the_same(self, other: FilledBucket) -> bool:
         return self.bucket == other.bucket and self.pieces == other.pieces
@@ -131,6 +132,7 @@ def pack(
             copy_piece(tensor, piece, places, filled.bucket)
     if missing:
         raise _missing([*missing])
+    filled.is_last = True
     yield filled
 
 

@@ -156,6 +156,7 @@ def _placed(
                 filled.append(following)
                 pieces.append([])
             pieces[-1].append((number, piece))
+    filled[-1].is_last = True
     return filled, pieces
 
 
