@@ -23,6 +23,7 @@ from refit_protocol.states import EngineState
 from refit_trainer import (
     Daemon,
 )
+from refit_trainer.packing_plan import PackingPlan
 from tests.trainer.background import in_background
 from tests.trainer.granted import REPORT, SPECS, TENSORS, applied, begin, finish_begun, grant
 from tests.trainer.peer import Peer
@@ -109,6 +110,30 @@ def test_first_buckets_are_sent_behind_a_begin_that_says_nothing_new(peer: Peer,
         asked.reply(RefitCommitted(report=REPORT))
         thread.join()
         assert outcome == [REPORT]
+
+
+def test_a_begin_for_shapes_that_have_changed_is_aborted(
+    peer: Peer, client: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where all shapes are looked at when it has been sent: no bucket follows, and the role is kept."""
+    monkeypatch.setattr(PackingPlan, "ahead", 2)
+    thread, outcome = in_background(client.refit, TENSORS)
+    grant(peer)
+    begin(peer)
+    applied(peer.next(ApplyBucket))
+    finish_begun(peer, buckets=2)
+    thread.join()
+    thread, outcome = in_background(client.refit, {**TENSORS, "f": torch.zeros(8)})
+    assert begin(peer).again
+    aborted = peer.next(AbortRefit)
+    assert aborted.body.refit == 5
+    aborted.reply(RefitAborted(refit=5, state=EngineState.READY, version=3))
+    anew = begin(peer)
+    assert (anew.again, anew.tensors[-1].shape) == (False, (8,))
+    applied(peer.next(ApplyBucket))
+    finish_begun(peer, buckets=2)
+    thread.join()
+    assert outcome == [REPORT]
 
 
 def test_what_the_buckets_hold_is_said_once(peer: Peer, client: Daemon) -> None:

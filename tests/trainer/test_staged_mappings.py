@@ -37,6 +37,7 @@ class Target:
     """Reads every bucket when it is told of it."""
 
     max_pieces = 4
+    may_begin_again = True
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
@@ -260,6 +261,56 @@ def test_where_packing_is_only_enqueued_the_gate_closes_meanwhile(
         *("packed 0", "applied 0", "packed 1", "applied 1", "finished"),
     ]
     assert same(target.tensors, weights)
+
+
+def test_like_the_last_time_it_is_begun_before_all_tensors_are_looked_at(
+    staging: Staging, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the first bucket, which the GPU packs meanwhile."""
+    monkeypatch.setattr(PackingPlan, "ahead", 2)
+    weights = {name: torch.randn(64) for name in "abcd"}
+    refit(staging, target, weights)
+    target.events.clear()
+    for tensor in weights.values():
+        tensor.add_(1)
+    refit(staging, target, weights)
+    assert target.events == [
+        *("packed 0", "begun", "packed 1", "applied 0", "applied 1"),
+        *("packed 0", "applied 0", "packed 1", "applied 1", "finished"),
+    ]
+    assert same(target.tensors, weights)
+
+
+@pytest.mark.parametrize("changed", "abd")
+def test_what_was_begun_for_other_shapes_is_aborted(
+    staging: Staging, target: Target, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    """Before anything of it was read, and begun anew with the shapes that there are; where the first bucket shows it,
+    only with those."""
+    monkeypatch.setattr(PackingPlan, "ahead", 2)
+    weights = {name: torch.randn(64) for name in "abcd"}
+    refit(staging, target, weights)
+    target.events.clear()
+    weights[changed] = torch.randn(48)
+    refit(staging, target, weights)
+    assert same(target.tensors, weights)
+    before_it = target.events[: target.events.index("aborted")]
+    assert "begun" in before_it or changed == "a"
+    assert not [event for event in before_it if event.startswith("applied")]
+    assert [event for event in target.events if event in ("begun", "finished")][-2:] == ["begun", "finished"]
+
+
+def test_a_target_that_cannot_begin_again_is_told_of_what_was_seen(
+    staging: Staging, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As several daemons at once: nothing is begun that may have to be aborted."""
+    monkeypatch.setattr(PackingPlan, "ahead", 2)
+    monkeypatch.setattr(target, "may_begin_again", False)
+    weights = {name: torch.randn(64) for name in "abcd"}
+    for present in (weights, weights | {"d": torch.randn(48)}):
+        refit(staging, target, present)
+        assert same(target.tensors, present)
+    assert "aborted" not in target.events
 
 
 @pytest.mark.parametrize(

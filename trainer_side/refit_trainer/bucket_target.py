@@ -26,6 +26,10 @@ class BucketTarget(Protocol[_Answer]):
     def max_pieces(self) -> int:
         """In one bucket."""
 
+    @property
+    def may_begin_again(self) -> bool:
+        """Whether it can be entered and begun anew when it was aborted."""
+
     async def enter(self) -> None: ...
 
     async def begin(
@@ -76,6 +80,12 @@ class Beginning:
         self._filled = filled
         self._is_packed.set()
         await (self._run() if self._task is None else self._task)
+
+    async def take_back(self) -> None:
+        """Of what was started, if anything was; nothing is packed for it. Returns when the target can be told to
+        abort what has begun."""
+        if self._task is not None:
+            await self.go_on(())
 
     async def enter(self) -> None:
         await self._target.enter()

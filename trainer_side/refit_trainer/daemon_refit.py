@@ -59,6 +59,10 @@ class DaemonRefit(OneRefit):
     def max_pieces(self) -> int:
         return self._connection.welcome.limits.bucket_pieces
 
+    @property
+    def may_begin_again(self) -> bool:
+        return True
+
     async def open(
         self, memory: ExportedMemory, kind: Literal["inplace", "bucket"], tensors: Sequence[SourceTensor]
     ) -> None:

@@ -34,15 +34,28 @@ class MappingLayout:
         self._shapes: list[tuple[torch.Size, torch.dtype]] = []
         self._layout: Layout = {}
 
+    @property
+    def layout(self) -> Layout:
+        """Of the last one."""
+        return self._layout
+
     def of(self, weights: Mapping[str, torch.Tensor]) -> Layout:
         """Of a mapping that holds its tensors; not to be changed by the caller. Raises like `named_pairs`."""
         tensors = [*weights.values()]
-        seen = [*weights], [type(tensor) for tensor in tensors]
-        if seen != self._seen or _shapes(tensors) != self._shapes:
+        if not (self.is_named_alike(weights) and self.is_shaped_alike(tensors)):
             layout = layout_of(named_pairs(weights.items()))
             # Together: an interrupt may come at every call.
-            self._seen, self._shapes, self._layout = seen, _shapes(tensors), layout
+            self._seen, self._shapes, self._layout = _seen(weights), _shapes(tensors), layout
         return self._layout
+
+    def is_named_alike(self, weights: Mapping[str, torch.Tensor]) -> bool:
+        """Whether there are the names and the types of the last time, in their order."""
+        return _seen(weights) == self._seen
+
+    def is_shaped_alike(self, tensors: Sequence[torch.Tensor], part: slice = slice(None)) -> bool:
+        """Whether this part of the tensors, which are named alike, has the shapes and dtypes of the last time; for all
+        of them it takes as long as many a bucket's packing."""
+        return _shapes(tensors[part]) == self._shapes[part]
 
 
 def announced(specs: Iterable[TensorShape], only: Iterable[str] | None = None) -> Layout:
@@ -155,6 +168,10 @@ def _dtype_of(dtype: torch.dtype) -> DType:
 
 def _may_be_left_out(tensor: ManifestTensor) -> bool:
     return tensor.optional or tensor.alias_of is not None
+
+
+def _seen(weights: Mapping[str, torch.Tensor]) -> tuple[list[str], list[type]]:
+    return [*weights], [type(tensor) for tensor in weights.values()]
 
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype]]:

@@ -39,7 +39,8 @@ class RunCopies(Protocol):
 class PackingPlan:
     """The pieces of every bucket for tensors of these `shapes`, in this order, and how they get there.
 
-    Pieces of plain contiguous tensors are copied by address, all others like an iterator's.
+    Pieces of plain contiguous tensors are copied by address, all others like an iterator's. `parts` are the tensors of
+    each bucket.
     """
 
     def __init__(self, shapes: Sequence[TensorShape], places: Places, max_pieces: int) -> None:
@@ -48,7 +49,7 @@ class PackingPlan:
         self._places = places
         self._filled, self._pieces = _placed(shapes, places.buckets, max_pieces)
         self._unit_bytes = _unit_bytes(places.buckets[0].device)
-        self._numbers = [range(pieces[0][0], pieces[-1][0] + 1) for pieces in self._pieces]
+        self.parts = [slice(pieces[0][0], pieces[-1][0] + 1) for pieces in self._pieces]
         self._kinds: list[_Kind] = []
         self._plain: list[bool] = []
         self._addresses: list[int] = []
@@ -69,15 +70,14 @@ class PackingPlan:
     def pack(self, tensors: Sequence[torch.Tensor]) -> Iterator[FilledBucket]:
         """Yields what `packing.pack` would, for tensors of these shapes. Nobody may change what is given meanwhile."""
         for turn, filled in enumerate(self._filled):
-            self._look_at(tensors, self._numbers[turn])
+            self._look_at(tensors, self.parts[turn])
             self._copies.copy(turn)
             for number, piece in self._others[turn]:
                 copy_piece(tensors[number].detach(), piece, self._places, filled.bucket)
             yield filled
 
-    def _look_at(self, tensors: Sequence[torch.Tensor], numbers: range) -> None:
+    def _look_at(self, tensors: Sequence[torch.Tensor], part: slice) -> None:
         """At those of one bucket, so that the first one is soon packed; at all where one is not what it was."""
-        part = slice(numbers.start, numbers.stop)
         kinds = [_kind_of(tensor) for tensor in tensors[part]]
         if kinds != self._kinds[part]:
             self._look_at_all(tensors)

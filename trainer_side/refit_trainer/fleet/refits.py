@@ -61,6 +61,10 @@ class FleetRefit:
     def max_pieces(self) -> int:
         return min(refit.max_pieces for refit in self._in.values())
 
+    @property
+    def may_begin_again(self) -> bool:
+        return False
+
     async def enter(self) -> None:
         """Takes the writer's role everywhere."""
 
