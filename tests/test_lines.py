@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import threading
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import msgspec
 import pytest
 
 from refitd.config import Config
+from refitd.engine import AWAKE_SECONDS
 from refitd.lines import MAX_MESSAGE_BYTES, LineClosedError, Lines, encoded, open_lines
 from refitd.worker.boundary import Turns
 from refitd.worker.line import _serve, open_line
@@ -31,6 +33,22 @@ class Rank:
 
     def refitd_add(self, one: int, other: int) -> dict[str, Any]:
         return {"sum": one + other + self.rank, "thread": threading.current_thread().name}
+
+
+@dataclass
+class Stage(Rank):
+    """A worker that notes what it is asked for."""
+
+    rank: int = 0
+    seen: list[str] = field(default_factory=list)
+
+    def refitd_rehearse(self, source: int) -> dict[str, Any]:
+        self.seen.append(f"rehearsed {source}")
+        return {}
+
+    def refitd_play(self) -> dict[str, Any]:
+        self.seen.append("played")
+        return {}
 
 
 async def opened(*ranks: Rank) -> Lines:
@@ -132,6 +150,50 @@ def test_calls_wait_in_order_for_a_worker_that_has_no_room_for_more() -> None:
         assert answers == [{"number": number, "length": 60_000} for number in range(40)]
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("device", ["cpu", "GPU-1"])
+def test_workers_rehearse_only_where_they_are_called_directly(tmp_path: Path, device: str) -> None:
+    """Before what is asked of them next, which does not wait for more than that; on a CPU never."""
+
+    async def scenario() -> None:
+        stage = Stage()
+        engine = ScriptedEngine(Config(model="scripted", endpoint=f"ipc://{tmp_path}/s", runtime_directory=tmp_path))
+        await engine.load()
+        engine._awake_seconds = AWAKE_SECONDS if device != "cpu" else 0.0
+        engine.rehearse(1)
+        engine._lines = await opened(stage)
+        try:
+            engine.rehearse(2)
+            await engine.settle(60.0)
+            engine.rehearse(3)
+            await engine.call_workers("refitd_play", timeout_seconds=60.0, direct=True)
+        finally:
+            engine._lines.close()
+        assert stage.seen == (["rehearsed 3", "played"] if device != "cpu" else ["played"])
+        assert engine.script.calls == ["is_sleeping"]
+
+    asyncio.run(scenario())
+
+
+def test_a_rehearsal_that_is_not_answered_any_more_says_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it asked for is asked again by the calls behind it, and these are told."""
+
+    async def scenario() -> None:
+        engine = ScriptedEngine(Config(model="scripted", endpoint=f"ipc://{tmp_path}/s", runtime_directory=tmp_path))
+        await engine.load()
+        engine._awake_seconds = AWAKE_SECONDS
+        engine._lines = await opened(Stage())
+        await engine.settle(60.0)
+        engine.rehearse(1)
+        engine._lines.close()
+        await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+    gc.collect()
+    assert not caplog.records
 
 
 def test_calls_that_take_the_long_way_behind_one_on_a_line_keep_their_order(tmp_path: Path) -> None:

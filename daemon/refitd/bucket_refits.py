@@ -81,6 +81,8 @@ class BucketRefits:
             if source.kind == "inplace":
                 source.require("bucket")
             ticket = ticket_for(body, self._commit, self._config.refit, partial=body.partial)
+            if source.replayed:
+                self._engine.rehearse(source.id)
             begun = self._begin(beginning, source, body, ticket)
             beginning.refit = refit = await self._running.in_window(call.owner, ticket, begun)
         finally:

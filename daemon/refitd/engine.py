@@ -221,16 +221,26 @@ class Engine:
         raise_worker_error(answers, writes=writes)
         return list(answers)
 
+    def rehearse(self, source: int) -> None:
+        """Has the workers do what comes first in a refit from this source, while the caller does what comes before it:
+        a second time takes them a fraction. Nothing where it cannot be done directly, or on CPUs, which are busy with
+        the caller's own work."""
+        if self._awake_seconds and (answers := self._sent_directly("refitd_rehearse", (source,))) is not None:
+            # The calls behind it are told whatever there is to know.
+            answers.add_done_callback(lambda done: done.cancelled() or done.exception())
+
     def _sent(self, method: str, args: Sequence[Any], direct: bool) -> Awaitable[list[dict[str, Any]]]:
+        answers = self._sent_directly(method, args) if direct else None
+        return self._call_through_vllm(method, args) if answers is None else self._heard(answers)
+
+    def _sent_directly(self, method: str, args: Sequence[Any]) -> asyncio.Future[list[dict[str, Any]]] | None:
         # Calls are answered in the order in which they were made: the two ways are never used at the same time.
-        message = encoded(method, args) if direct and self._lines and self.is_still and not self._calls else None
-        if message is None:
-            return self._call_through_vllm(method, args)
-        assert self._lines is not None
+        if self._lines is None or not self.is_still or self._calls or (message := encoded(method, args)) is None:
+            return None
         answers = self._lines.call(message)
         self._direct_calls.add(answers)
         answers.add_done_callback(self._direct_calls.discard)
-        return self._heard(answers)
+        return answers
 
     async def _heard(self, answers: asyncio.Future[list[dict[str, Any]]]) -> list[dict[str, Any]]:
         try:

@@ -194,6 +194,8 @@ class Refit:
         source = self._sources.find(body.source)
         source.require("inplace")
         ticket = ticket_for(body, self._commit, self._config.refit, partial=body.only is not None)
+        if source.replayed:
+            self._engine.rehearse(source.id)
         if body.hold:
             return await self._running.in_window(source.session, ticket, self._hold_in_place(source, body, ticket))
         report = await self._running.in_window(source.session, ticket, self._commit_in_place(source, body, ticket))

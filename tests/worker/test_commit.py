@@ -34,6 +34,18 @@ def manifest(worker: LoadedWorker) -> list[Described]:
     return [Described(tensor["name"], DType(tensor["dtype"]), tensor["optional"]) for tensor in described]
 
 
+def test_a_rehearsal_changes_nothing(opened: LoadedWorker, trainer: ExportedTensors) -> None:
+    """Of a source that is there or has just gone; the commit behind it writes what it writes without."""
+    before = opened.served()
+    for source in (SOURCE, "gone"):
+        opened.call("refitd_rehearse", source)
+    assert differences(opened.served(), before) == []
+    opened.call("refitd_commit", SOURCE)
+    assert opened.call("refitd_digest", "full")["digest"] == weights_digest(
+        trainer.tensors, manifest(opened), DigestMode.FULL
+    )
+
+
 # --- refused before anything is written -------------------------------------------------------------------------------
 
 

@@ -44,6 +44,9 @@ class TrainerEvent:
             if time.monotonic() > asleep_after:
                 time.sleep(_POLL_SECONDS)
 
+    def is_done(self) -> bool:
+        return bool(self._event.query())
+
     def turns(self) -> Iterator[None]:
         """One for each time that it was not done yet.
 
@@ -51,7 +54,7 @@ class TrainerEvent:
         """
         deadline = time.monotonic() + WRITTEN_TIMEOUT_SECONDS
         look = time.monotonic() + _LOOK_SECONDS
-        while not self._event.query():
+        while not self.is_done():
             now = time.monotonic()
             if now > look:
                 look = now + _LOOK_SECONDS

@@ -140,6 +140,13 @@ class RefitWorkerExtension:
             commit.require_finite(state.weights, inplace, compiled)
         return {"path": compiled.path}
 
+    @answered
+    def refitd_rehearse(self, source_id: int | str) -> Answer:
+        """What comes first in a refit from this source, for nothing: what has not run for a while takes several times
+        as long."""
+        self.refitd_state(look_again=False).rehearse(source_id)
+        return {}
+
     # --- collective sources -------------------------------------------------------------------------------------------
 
     @answered

@@ -27,6 +27,9 @@ class Written(Protocol):
     def wait(self) -> None:
         """Raises `memory_unavailable` if it will not come."""
 
+    def is_done(self) -> bool:
+        """Whether it has come."""
+
     def turns(self) -> Iterator[None]:
         """The same for whoever has other things to do: yields as long as it has not come."""
 

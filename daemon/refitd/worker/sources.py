@@ -15,7 +15,7 @@ from refitd.worker.boxes import Transfer, clip_to_region, follow_strides, split_
 from refitd.worker.copies import Copy
 from refitd.worker.digest import samples
 from refitd.worker.memory import Mapping as MemoryMapping
-from refitd.worker.memory import device_uuid, open_segment
+from refitd.worker.memory import Written, device_uuid, open_segment
 from refitd.worker.parts import chosen_parts, whole_tensor
 from refitd.worker.plan import Plan, Route
 from refitd.worker.programs import Program, copy_program
@@ -66,9 +66,12 @@ class Segments:
 
     def wait_until_written(self) -> None:
         """Until the trainer's writes so far can be read; raises `memory_unavailable` if they never end."""
-        for written in {id(mapping.written): mapping.written for mapping in self._mappings.values()}.values():
-            if written is not None:
-                written.wait()
+        for written in self._written():
+            written.wait()
+
+    def is_written(self) -> bool:
+        """Whether that would return at once."""
+        return all(written.is_done() for written in self._written())
 
     def turns_until_written(self, segment: int) -> Iterator[None]:
         """The same for one segment, in turns: yields as long as it cannot be read."""
@@ -81,6 +84,11 @@ class Segments:
         for mapping in self._mappings.values():
             mapping.close()
         self._mappings.clear()
+
+    def _written(self) -> list[Written]:
+        """Each once: several allocations may share an event."""
+        events = {id(mapping.written): mapping.written for mapping in self._mappings.values()}
+        return [written for written in events.values() if written is not None]
 
     def _mapping(self, segment: int) -> MemoryMapping:
         if segment not in self._mappings:
@@ -161,6 +169,9 @@ class InplaceSource:
 
     def wait_until_written(self) -> None:
         self._segments.wait_until_written()
+
+    def is_written(self) -> bool:
+        return self._segments.is_written()
 
     def close(self) -> None:
         self._compiled.clear()

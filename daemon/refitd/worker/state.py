@@ -50,6 +50,12 @@ class WorkerState:
         self._endings: list[GroupEnd] = []
         self._digests = DigestReader(weights)
 
+    def rehearse(self, source_id: int | str) -> None:
+        """Looks where a refit from this source has to look, and waits for nothing."""
+        self.weights.refresh()
+        if isinstance(source := self.sources.get(source_id), InplaceSource):
+            source.is_written()
+
     def before_write(self, *, engine_stands: bool = False) -> None:
         """Whoever still reads the weights as they are, or writes them, is waited for. `engine_stands`: its last step
         was waited for, and the gate has been shut since."""
