@@ -44,7 +44,7 @@ WRITTEN = {
     "milliseconds": {"validate": 0.0, "copy": 0.0, "attest": 0.0},
     **DIGEST,
 }
-OPENED = {"path": "plan", "planned": 1, "loader_tensors": [], "bytes": 4}
+OPENED = {"path": "plan", "planned": 1, "loader_tensors": [], "bytes": 4, "release": False}
 ANSWERS: Mapping[str, dict[str, Any]] = {
     "refitd_commit": WRITTEN,
     "refitd_finish": WRITTEN,

@@ -34,7 +34,7 @@ class Workers:
         await self.may_answer.wait()
         if self.refusal is not None:
             raise self.refusal
-        return [{"path": "plan", "bytes": 0, "loader_tensors": []}]
+        return [{"path": "plan", "bytes": 0, "loader_tensors": [], "release": False}]
 
 
 class Room:

@@ -14,9 +14,15 @@ from refitd.worker_error import WorkerError
 
 
 async def write_in_place(
-    engine: Engine, config: RefitConfig, source: Source, only: Sequence[str] | None, ticket: Ticket
+    engine: Engine,
+    config: RefitConfig,
+    source: Source,
+    only: Sequence[str] | None,
+    ticket: Ticket,
+    release: int | None = None,
 ) -> list[dict[str, Any]]:
-    """One pass over the bytes, straight from the trainer's parameters; what the workers say of it."""
+    """One pass over the bytes, straight from the trainer's parameters, when it has released them if it is to; what the
+    workers say of it."""
     ticket.check()
     answers = await engine.call_workers(
         "refitd_commit",
@@ -24,6 +30,7 @@ async def write_in_place(
         only,
         ticket.attest,
         ticket.check_finite,
+        release,
         timeout_seconds=config.deadline_seconds,
         writes=True,
         direct=source.replayed,

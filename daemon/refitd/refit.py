@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
+from refit_protocol.bell import check_release
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import (
     AcquireWriter,
@@ -193,6 +194,8 @@ class Refit:
     async def _commit_now(self, body: CommitRefit) -> RefitHeld | RefitCommitted:
         source = self._sources.find(body.source)
         source.require("inplace")
+        if body.release is not None:
+            check_release(body.release)
         ticket = ticket_for(body, self._commit, self._config.refit, partial=body.only is not None)
         if source.replayed:
             self._engine.rehearse(source.id)
@@ -203,13 +206,13 @@ class Refit:
 
     async def _commit_in_place(self, source: Source, body: CommitRefit, ticket: Ticket) -> RefitReport:
         async with self._commit.window(ticket):
-            answers = await write_in_place(self._engine, self._config.refit, source, body.only, ticket)
+            answers = await write_in_place(self._engine, self._config.refit, source, body.only, ticket, body.release)
             return await self._commit.publish(ticket, answers)
 
     async def _hold_in_place(self, source: Source, body: CommitRefit, ticket: Ticket) -> RefitHeld:
         refit = OpenRefit(next(self._ids), source.session, source, {}, ticket)
         async with self._window.opened(refit):
-            refit.held = await write_in_place(self._engine, self._config.refit, source, body.only, ticket)
+            refit.held = await write_in_place(self._engine, self._config.refit, source, body.only, ticket, body.release)
             return refit.as_held()
 
     async def prepare(self, call: Call) -> AsyncIterator[Answer]:

@@ -148,6 +148,7 @@ class Sources:
             tensors=len({tensor.name for tensor in body.tensors}),
             size_bytes=sum(int(answer["bytes"]) for answer in answers),
             unplanned=combine_unplanned(answers),
+            release=all(answer["release"] for answer in answers),
         )
 
     @contextmanager

@@ -9,8 +9,11 @@ from refit_protocol.bell import (
     MAX_BELL_WORKERS,
     WORD_STRIDE_BYTES,
     check_bell,
+    check_release,
+    following_release,
     ring_number,
     unrung_number,
+    withdrawal,
 )
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.tensors import MemfdSegment
@@ -31,6 +34,23 @@ def test_a_word_is_rung_for_a_refit_and_not_before(refit: int) -> None:
     assert reached(number, number)
     assert not reached(unrung_number(number), number)
     assert not reached(number, ring_number(refit + 1))
+
+
+@pytest.mark.parametrize("release", [0, 2, 1 << 31, LAST - 1])
+def test_a_withdrawal_releases_nothing_else(release: int) -> None:
+    """Neither the commit before nor the one behind; numbers begin anew when they no longer fit into a word."""
+    following = following_release(release)
+    for number in (release, following):
+        check_release(number)
+        assert withdrawal(number) <= LAST
+    assert len({release, withdrawal(release), following, withdrawal(following)}) == 4
+
+
+@pytest.mark.parametrize("release", [-2, 1, LAST, LAST + 1])
+def test_what_is_no_release_is_refused(release: int) -> None:
+    with pytest.raises(ProtocolError) as refused:
+        check_release(release)
+    assert refused.value.code is ErrorCode.INVALID_DESCRIPTOR
 
 
 def test_every_worker_has_a_word_in_a_line_of_its_own() -> None:

@@ -360,17 +360,18 @@ class AsyncDaemon:
         import torch
 
         from refit_trainer.names import checkpoint_tensors
-        from refit_trainer.sharing import shared_module
+        from refit_trainer.sharing import shared_before
         from refit_trainer.staging import Staging
 
         only, rest, timeout_seconds = split_options(options)
         target = self.one_refit(timeout_seconds)
         if isinstance(weights, torch.nn.Module):
-            if (shared := shared_module(weights)) is not None:
+            if (shared := shared_before(weights)) is not None:
+                if not shared.sharded:
+                    return (yield from refit_in_place(target, shared, only, rest))
+                shared.require_in_place()
                 shared.memory.synchronise()
-                if shared.sharded:
-                    return (yield from self._ranked().refit(shared, options))
-                return (yield from refit_in_place(target, shared, only, rest))
+                return (yield from self._ranked().refit(shared, options))
             weights = checkpoint_tensors(weights)
         if self._staging is None:
             self._staging = Staging(self._bucket_bytes)

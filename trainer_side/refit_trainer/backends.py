@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from refit_protocol.tensors import MemfdSegment, Segment
+from refit_trainer.early_commit import ReleaseWord
 from refit_trainer.errors import NotShareable
 
 if TYPE_CHECKING:
@@ -17,6 +18,10 @@ class Bell(Protocol):
 
     @property
     def segment(self) -> MemfdSegment: ...
+
+    @property
+    def release(self) -> ReleaseWord:
+        """By which a commit goes on that was sent before this process has looked at its memory."""
 
     def make_ready(self) -> None:
         """Whatever takes its time, before `ring` is called on the same thread."""

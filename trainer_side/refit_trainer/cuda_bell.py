@@ -14,6 +14,7 @@ import torch
 
 from refit_protocol.bell import ARRIVED_OFFSET_BYTES, BELL_BYTES, WORD_STRIDE_BYTES
 from refit_protocol.tensors import MemfdSegment
+from refit_trainer.early_commit import ReleaseWord
 from refit_trainer.memory import Memfd
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ class CudaBell:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._memfd = Memfd("refit-bell", BELL_BYTES)
+        self.release = ReleaseWord(self._memfd.view.numpy())
         lines = self._memfd.view.numpy().view("<u4").reshape(-1, WORD_STRIDE_BYTES // 4)
         self._rung = lines[:, 0]
         self._arrived = lines[:, ARRIVED_OFFSET_BYTES // 4]

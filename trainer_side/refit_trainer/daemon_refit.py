@@ -26,6 +26,7 @@ from refit_protocol.messages import (
 from refit_protocol.tensors import SourceTensor, TensorShape
 from refit_trainer.backends import Bell, Buckets, ExportedMemory
 from refit_trainer.connection import Connection
+from refit_trainer.early_commit import EarlyCommit
 from refit_trainer.errors import RefitdError
 from refit_trainer.one_refit import OneRefit
 from refit_trainer.refits import CommitOptions
@@ -53,6 +54,7 @@ class DaemonRefit(OneRefit):
         self._buckets = 0
         self._applied = 0
         self._awake_seconds = 0.0
+        self._early: EarlyCommit | None = None
         self._reading: dict[int, asyncio.Task[BucketApplied]] = {}
 
     @property
@@ -86,8 +88,8 @@ class DaemonRefit(OneRefit):
         )
         return await self._connection.request(command, RefitValidated, timeout_seconds=self._timeout_seconds)
 
-    async def commit(self, only: list[str] | None, options: CommitOptions) -> RefitReport:
-        command = CommitRefit(epoch=self._epoch, source=self._source, only=only, **options)
+    async def commit(self, only: list[str] | None, options: CommitOptions, release: int | None = None) -> RefitReport:
+        command = CommitRefit(epoch=self._epoch, source=self._source, only=only, release=release, **options)
         with self._begins():
             committed = await self._connection.request(command, RefitCommitted, timeout_seconds=self._timeout_seconds)
         return committed.report
@@ -98,6 +100,40 @@ class DaemonRefit(OneRefit):
         await self.open(shared.memory, "inplace", shared.tensors)
         with self._attentive(shared):
             report = await self.commit(only, options)
+        await self.leave()
+        return report
+
+    async def begin_early(
+        self, shared: SharedModule, only: list[str] | None, options: CommitOptions
+    ) -> EarlyCommit | None:
+        """Sent when this returns, and to be released; `committed` comes next. None, and nothing has happened, where the
+        daemon would not wait for that."""
+        if (word := self._role.release_of(shared.memory)) is None:
+            return None
+        await self.enter()
+        await self.open(shared.memory, "inplace", shared.tensors)
+        # Another daemon may have come meanwhile, with another bell.
+        word = self._role.release_of(shared.memory)
+        if word is None:
+            await self.leave()
+            return None
+        number = word.following()
+        committing = asyncio.create_task(self._commit_early(shared, only, options, number))
+        self._early = EarlyCommit(word, number, committing)
+        # The task sends in its first step.
+        await asyncio.sleep(0)
+        return self._early
+
+    async def _commit_early(
+        self, shared: SharedModule, only: list[str] | None, options: CommitOptions, release: int
+    ) -> RefitReport:
+        with self._attentive(shared):
+            return await self.commit(only, options, release)
+
+    async def committed(self) -> RefitReport:
+        """What was begun early, and released."""
+        assert self._early is not None, "begin_early() comes first"
+        report = await self._early.committed()
         await self.leave()
         return report
 
@@ -222,6 +258,8 @@ class DaemonRefit(OneRefit):
         return committed.report
 
     async def abort(self, error: BaseException) -> None:
+        if self._early is not None:
+            await self._early.end()
         for applied in self._reading.values():
             applied.cancel()
         try:
@@ -253,10 +291,16 @@ def refit_in_place(
 ) -> Steps[RefitReport]:
     """One message, once the source is open; the module's memory may be written again when this returns or raises.
 
-    `shared.memory` has been synchronised by the caller, on whose thread the writes were enqueued.
+    On the thread that has enqueued the writes; where the daemon waits for it, that looks at the module while the
+    message is on its way. Raises `NotShareable`.
     """
     try:
-        report: RefitReport = yield refit.in_place(shared, only, options)
+        early: EarlyCommit | None = yield refit.begin_early(shared, only, options)
+        shared.require_in_place()
+        shared.memory.synchronise()
+        if early is not None:
+            early.release()
+        report: RefitReport = yield refit.in_place(shared, only, options) if early is None else refit.committed()
     except BaseException as error:
         yield refit.end(error)
         raise

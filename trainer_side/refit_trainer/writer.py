@@ -24,6 +24,7 @@ from refit_protocol.messages import (
 from refit_protocol.tensors import SourceTensor, TensorShape
 from refit_trainer.backends import Bell, ExportedMemory
 from refit_trainer.connection import Connection
+from refit_trainer.early_commit import ReleaseWord
 from refit_trainer.errors import DaemonRestarted, DaemonUnreachable, RefitdError
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class _Source:
     number: int
     memory: weakref.ref[ExportedMemory]
     bell: Bell | None
+    releases: bool
 
 
 class WriterRole:
@@ -146,12 +148,17 @@ class WriterRole:
             bell=None if bell is None else bell.segment,
         )
         opened = await self._connection.request(command, SourceOpened, timeout_seconds=timeout_seconds)
-        self._sources.append(_Source(opened.source, weakref.ref(memory), bell))
+        self._sources.append(_Source(opened.source, weakref.ref(memory), bell, opened.release))
         return opened.source
 
     def bell_of(self, number: int) -> Bell | None:
         """Of an open source."""
         return next((source.bell for source in self._sources if source.number == number), None)
+
+    def release_of(self, memory: ExportedMemory) -> ReleaseWord | None:
+        """Where it is open, and commits from it may wait to be released."""
+        found = next((source for source in self._sources if source.memory() is memory), None)
+        return found.bell.release if found is not None and found.bell is not None and found.releases else None
 
     def announces_again(self, source: int, tensors: list[TensorShape]) -> bool:
         """Whether the last refit from this source was begun with the same."""

@@ -15,14 +15,20 @@ from refitd.worker.weights import EngineWeights, torch_dtype
 
 
 def commit(
-    state: WorkerState, source: InplaceSource, only: Collection[str] | None, attest: Attest, *, finite: bool
+    state: WorkerState,
+    source: InplaceSource,
+    only: Collection[str] | None,
+    attest: Attest,
+    *,
+    finite: bool,
+    release: int | None = None,
 ) -> Answer:
     """All of it; see `refitd_commit`."""
     if not finite and (prepared := state.take_preparation(source, only, attest)) is not None:
         return prepared.commit()
     state.settle()
     clock, weights = Clock(), state.weights
-    source.wait_until_written()
+    source.wait_until_written(release)
     clock.lap("wait")
     compiled = validate(weights, source, only)
     if finite:

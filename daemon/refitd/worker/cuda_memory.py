@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from weakref import WeakValueDictionary
 
 import cupy
@@ -17,6 +16,7 @@ import torch.utils.dlpack
 
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.tensors import CudaIpcSegment
+from refitd.worker.memory import is_alive
 
 WRITTEN_TIMEOUT_SECONDS = 60.0
 _POLL_SECONDS = 50e-6
@@ -58,7 +58,7 @@ class TrainerEvent:
             now = time.monotonic()
             if now > look:
                 look = now + _LOOK_SECONDS
-                if not _alive(self._segment.pid):
+                if not is_alive(self._segment.pid):
                     raise _unavailable(self._segment, "was still being written when its process died")
             if now > deadline:
                 raise _unavailable(self._segment, f"was still being written after {WRITTEN_TIMEOUT_SECONDS:g} s")
@@ -200,16 +200,8 @@ def _as_tensor(allocation: _Allocation, size_bytes: int) -> torch.Tensor:
     return tensor
 
 
-def _alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in ("Z", "X")
-
-
 def _why_not_opened(segment: CudaIpcSegment) -> str:
-    if not _alive(segment.pid):
+    if not is_alive(segment.pid):
         return f"process {segment.pid} is gone, or in another PID namespace"
     return "is it a handle of cudaMalloc memory, in the same IPC namespace? refitd doctor tries it end to end"
 

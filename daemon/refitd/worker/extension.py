@@ -29,6 +29,7 @@ from refitd.worker.memory import device_uuid
 from refitd.worker.opening import open_bell, open_source
 from refitd.worker.plan import listed, refuse_loader
 from refitd.worker.preparation import prepare
+from refitd.worker.release import open_release
 from refitd.worker.reload import check_checkpoint, reload
 from refitd.worker.state import WorkerState
 from refitd.worker.waking import require_room
@@ -87,7 +88,8 @@ class RefitWorkerExtension:
         plan: str = "auto",
         bell: dict[str, Any] | None = None,
     ) -> Answer:
-        """Maps the segments: `{path, planned, loader_tensors: [{name, why}], bytes}`; nothing of the engine is written.
+        """Maps the segments: `{path, planned, loader_tensors: [{name, why}], bytes, release}`; nothing of the engine is
+        written. `release`: whether commits may wait for a word of the bell.
 
         Errors: `manifest_mismatch`, `memory_unavailable`, `plan_required`, `unsupported`.
         """
@@ -95,8 +97,9 @@ class RefitWorkerExtension:
         state.wrote = False
         described = msgspec.convert(tensors, list[SourceTensor])
         lent = msgspec.convert(segments, list[Segment])
-        rung = open_bell(msgspec.convert(bell, MemfdSegment | None), self.refitd_index(), self.device)
-        return open_source(state, source_id, kind, lent, described, plan, rung)
+        word = msgspec.convert(bell, MemfdSegment | None)
+        rung, release = open_bell(word, self.refitd_index(), self.device), open_release(word)
+        return open_source(state, source_id, kind, lent, described, plan, rung, release)
 
     @answered
     def refitd_close_source(self, source_id: int | str) -> Answer:
@@ -192,16 +195,19 @@ class RefitWorkerExtension:
         only: list[str] | None = None,
         attest: str = "sampled",
         check_finite: bool = False,
+        release: int | None = None,
     ) -> Answer:
-        """Writes the present values: `{bytes, tensors, path, loader_tensors, milliseconds, digest, digest_parts}`.
+        """Writes the values that are there once the trainer has released it, if it has a number for that, else now:
+        `{bytes, tensors, path, loader_tensors, milliseconds, digest, digest_parts}`.
 
-        Errors before the first byte: `unknown_source`, `manifest_mismatch`, `plan_required`, `not_finite`; after it:
-        `attest_failed`, `refit_failed`.
+        Errors before the first byte: `unknown_source`, `manifest_mismatch`, `plan_required`, `not_finite`, and those of
+        a release; after it: `attest_failed`, `refit_failed`.
         """
         state = self.refitd_state(settled=False)
         state.wrote = False
         try:
-            return commit.commit(state, state.inplace(source_id), only, Attest(attest), finite=check_finite)
+            source = state.inplace(source_id)
+            return commit.commit(state, source, only, Attest(attest), finite=check_finite, release=release)
         finally:
             # What was prepared for a commit that was refused.
             state.settle()

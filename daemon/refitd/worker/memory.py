@@ -8,6 +8,7 @@ import os
 import stat
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -46,6 +47,15 @@ class Mapping(Protocol):
 
     def close(self) -> None:
         """Unmaps, as soon as every tensor made from `data` is gone too."""
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs, as far as this one can see."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in ("Z", "X")
 
 
 def open_segment(segment: Segment, device: torch.device) -> Mapping:

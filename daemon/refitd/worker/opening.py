@@ -14,6 +14,7 @@ from refitd.worker.boundary import Answer
 from refitd.worker.buckets import BucketSource
 from refitd.worker.parts import whole_tensor
 from refitd.worker.plan import listed, refuse_loader
+from refitd.worker.release import Release
 from refitd.worker.sources import InplaceSource, Segments
 from refitd.worker.state import WorkerState
 from refitd.worker.weights import EngineWeights
@@ -34,9 +35,10 @@ def open_source(
     tensors: list[SourceTensor],
     plan: str,
     bell: Bell | None = None,
+    release: Release | None = None,
 ) -> Answer:
     try:
-        source, answer = _opened(state.weights, kind, segments, tensors, plan, bell)
+        source, answer = _opened(state.weights, kind, segments, tensors, plan, bell, release)
     except BaseException:
         if bell is not None:
             bell.close()
@@ -52,6 +54,7 @@ def _opened(
     tensors: list[SourceTensor],
     plan: str,
     bell: Bell | None,
+    release: Release | None,
 ) -> _Opened:
     if kind == "inplace":
         weights.check_manifest([whole_tensor(tensor) for tensor in tensors])
@@ -61,7 +64,7 @@ def _opened(
     try:
         if kind == "bucket":
             return _buckets(weights, mapped, plan)
-        return _in_place(weights, mapped, tensors, plan, bell)
+        return _in_place(weights, mapped, tensors, plan, bell, release)
     except BaseException:
         mapped.close()
         raise
@@ -70,7 +73,13 @@ def _opened(
 def _buckets(weights: EngineWeights, mapped: Segments, plan: str) -> _Opened:
     loader_tensors = listed(weights.plan.loader_only)
     path = "mixed" if loader_tensors else "plan"
-    answer = {"path": path, "planned": len(weights.plan.routes), "loader_tensors": loader_tensors, "bytes": 0}
+    answer = {
+        "path": path,
+        "planned": len(weights.plan.routes),
+        "loader_tensors": loader_tensors,
+        "bytes": 0,
+        "release": False,
+    }
     return BucketSource(mapped, planned=plan != "off"), answer
 
 
@@ -89,9 +98,14 @@ def open_bell(segment: MemfdSegment | None, worker: int, device: torch.device) -
 
 
 def _in_place(
-    weights: EngineWeights, mapped: Segments, tensors: list[SourceTensor], plan: str, bell: Bell | None
+    weights: EngineWeights,
+    mapped: Segments,
+    tensors: list[SourceTensor],
+    plan: str,
+    bell: Bell | None,
+    release: Release | None,
 ) -> _Opened:
-    source = InplaceSource(mapped, tensors, planned=plan != "off", bell=bell)
+    source = InplaceSource(mapped, tensors, planned=plan != "off", bell=bell, release=release)
     compiled = source.compiled(weights, None)
     refuse_loader(compiled.loader_tensors, plan)
     return source, {
@@ -99,4 +113,5 @@ def _in_place(
         "planned": len({named.tensor for named in compiled.copies}),
         "loader_tensors": listed(compiled.loader_tensors),
         "bytes": compiled.size_bytes,
+        "release": release is not None,
     }

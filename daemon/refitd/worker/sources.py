@@ -19,6 +19,7 @@ from refitd.worker.memory import Written, device_uuid, open_segment
 from refitd.worker.parts import chosen_parts, whole_tensor
 from refitd.worker.plan import Plan, Route
 from refitd.worker.programs import Program, copy_program
+from refitd.worker.release import Release
 from refitd.worker.weights import EngineWeights, torch_dtype
 
 if TYPE_CHECKING:
@@ -129,12 +130,18 @@ class CompiledSource:
 
 class InplaceSource:
     """Its tensors lie in mapped memory, whole or in parts; offsets, strides and dtypes are the trainer's. `bell` is
-    what starts copies from it that were prepared, where it has one."""
+    what starts copies from it that were prepared, where it has one, and `release` what lets commits go on."""
 
     def __init__(
-        self, segments: Segments, tensors: Sequence[SourceTensor], planned: bool, bell: Bell | None = None
+        self,
+        segments: Segments,
+        tensors: Sequence[SourceTensor],
+        planned: bool,
+        bell: Bell | None = None,
+        release: Release | None = None,
     ) -> None:
         self.bell = bell
+        self._release = release
         self._segments = segments
         self._planned = planned
         self._compiled: dict[frozenset[str] | None, CompiledSource] = {}
@@ -167,7 +174,12 @@ class InplaceSource:
         """What makes up the tensor, in trainer memory."""
         return [self._view(part) for part in self._parts[name]]
 
-    def wait_until_written(self) -> None:
+    def wait_until_written(self, release: int | None = None) -> None:
+        """And, if the commit has a number, until it is released. Raises `unsupported` where that cannot be."""
+        if release is not None:
+            if self._release is None:
+                raise ProtocolError(ErrorCode.UNSUPPORTED, "no bell of this source can release a commit")
+            self._release.wait(release)
         self._segments.wait_until_written()
 
     def is_written(self) -> bool:

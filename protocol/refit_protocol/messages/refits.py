@@ -65,7 +65,8 @@ class CommitRefit(Command, frozen=True, kw_only=True):
     """Refits from an in-place source. `only` names a partial update; `version` defaults to the served one plus one.
 
     Where ranks opened the source together, each sends the same commit, and it is done when all have.
-    With `hold` everything is done except to publish: see `RefitHeld`.
+    With `hold` everything is done except to publish: see `RefitHeld`. With `release` no worker reads the memory before
+    that number is in the source's bell: see `refit_protocol.bell`.
     """
 
     epoch: int
@@ -77,6 +78,7 @@ class CommitRefit(Command, frozen=True, kw_only=True):
     check_finite: bool | None = None
     deadline_seconds: float | None = None
     hold: bool = False
+    release: int | None = None
 
 
 class PrepareRefit(Command, frozen=True, kw_only=True):

@@ -34,7 +34,7 @@ class OpenSource(Command, frozen=True, kw_only=True):
     `inplace`: `tensors` are the parameters themselves. `bucket`: the segments are staging buckets, `tensors` is empty.
     With `member` it is what one rank holds, and answered when all ranks, each in a session of its own, have sent
     theirs; one of them has to be the writer, and all give its epoch. `deadline_seconds` bounds the wait for the others.
-    `bell` is what starts a prepared refit from this memory: see `refit_protocol.bell`.
+    `bell` is what starts a prepared refit from this memory, and releases commits: see `refit_protocol.bell`.
     """
 
     epoch: int
@@ -53,11 +53,14 @@ class UnplannedTensor(Detail, frozen=True, kw_only=True):
 
 
 class SourceOpened(Fact, frozen=True, kw_only=True):
+    """`release`: whether commits from it may wait for a word of its bell."""
+
     source: int
     path: RefitPath
     tensors: int
     size_bytes: int
     unplanned: list[UnplannedTensor]
+    release: bool = False
 
 
 class CloseSource(Command, frozen=True, kw_only=True):

@@ -1,0 +1,155 @@
+"""Commits that are sent while the module is looked at, as the daemon sees them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from refit_protocol.bell import RELEASE_OFFSET_BYTES, withdrawal
+from refit_protocol.errors import ErrorCode
+from refit_protocol.messages import (
+    AcquireWriter,
+    CommitRefit,
+    OpenSource,
+    RefitCommitted,
+    ReleaseWriter,
+    SourceOpened,
+    WriterAcquired,
+    WriterReleased,
+)
+from refit_trainer import Daemon, NotShareable, early_commit, share_parameters
+from refit_trainer.memory import MemfdMemory
+from refit_trainer.sharing import SharedModule, shared_before
+from tests.lending import HostBell
+from tests.trainer.background import in_background
+from tests.trainer.granted import REPORT
+from tests.trainer.peer import Peer
+from tests.waiting import until
+
+
+@pytest.fixture
+def model() -> Iterator[torch.nn.Module]:
+    shared = share_parameters(torch.nn.Linear(2, 2))
+    # Closed with the first refit behind its end, if it ended before the test does.
+    kept = shared_before(shared)
+    yield shared
+    del kept
+
+
+@pytest.fixture
+def bell(monkeypatch: pytest.MonkeyPatch) -> HostBell:
+    """Of the memory on this CPU, as it would have one on a GPU."""
+    made = HostBell()
+    monkeypatch.setattr(MemfdMemory, "bell", lambda _memory: made)
+    return made
+
+
+def word_of(bell: HostBell) -> int:
+    return int(bell.memfd.view.numpy()[RELEASE_OFFSET_BYTES:].view("<u4")[0])
+
+
+def replace_a_parameter(model: torch.nn.Module) -> None:
+    model.weight = torch.nn.Parameter(torch.ones(2, 2))
+
+
+def refit_first(peer: Peer, client: Daemon, model: torch.nn.Module, *, release: bool = True) -> None:
+    """As every first one: the source is opened, once the module has been looked at."""
+    thread, outcome = in_background(client.refit, model)
+    peer.next(AcquireWriter).reply(WriterAcquired(epoch=7))
+    opened = SourceOpened(source=1, path="plan", tensors=1, size_bytes=1, unplanned=[], release=release)
+    peer.next(OpenSource).reply(opened)
+    asked = peer.next(CommitRefit)
+    assert asked.body.release is None
+    asked.reply(RefitCommitted(report=REPORT))
+    thread.join()
+    assert outcome == [REPORT]
+
+
+def test_it_is_sent_before_the_module_is_looked_at_and_released_behind(
+    peer: Peer, client: Daemon, model: torch.nn.Module, bell: HostBell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every commit has a number of its own."""
+    refit_first(peer, client, model)
+    look, may_look = SharedModule.require_in_place, threading.Semaphore(0)
+
+    def late(shared: SharedModule) -> None:
+        assert may_look.acquire(timeout=30)
+        look(shared)
+
+    monkeypatch.setattr(SharedModule, "require_in_place", late)
+    before = word_of(bell)
+    for _ in range(2):
+        thread, outcome = in_background(client.refit, model)
+        asked = peer.next(CommitRefit)
+        assert word_of(bell) == before != asked.body.release
+        may_look.release()
+        before = until(lambda asked=asked: word_of(bell) == asked.body.release and word_of(bell), "the release")
+        asked.reply(RefitCommitted(report=REPORT))
+        thread.join()
+        assert outcome == [REPORT]
+
+
+def test_where_the_daemon_would_not_wait_the_look_comes_first(
+    peer: Peer, client: Daemon, model: torch.nn.Module, bell: HostBell
+) -> None:
+    refit_first(peer, client, model, release=False)
+    replace_a_parameter(model)
+    with pytest.raises(NotShareable):
+        client.refit(model)
+    share_parameters(model)
+    thread, outcome = in_background(client.refit, model)
+    peer.next(OpenSource).reply(SourceOpened(source=2, path="plan", tensors=1, size_bytes=1, unplanned=[]))
+    asked = peer.next(CommitRefit)
+    assert (asked.body.release, word_of(bell)) == (None, 0)
+    asked.reply(RefitCommitted(report=REPORT))
+    thread.join()
+    assert outcome == [REPORT]
+
+
+def moved(peer: Peer, client: Daemon, model: torch.nn.Module) -> tuple[Callable[[], None], list[object], CommitRefit]:
+    refit_first(peer, client, model)
+    replace_a_parameter(model)
+    thread, outcome = in_background(client.refit, model)
+    return thread.join, outcome, peer.next(CommitRefit)
+
+
+def test_of_memory_that_has_moved_it_is_withdrawn(
+    peer: Peer, client: Daemon, model: torch.nn.Module, bell: HostBell
+) -> None:
+    """The daemon's refusal is waited for, and the role is kept; the next refit goes on with the same session."""
+    ended, outcome, asked = moved(peer, client, model)
+    until(lambda: word_of(bell) == withdrawal(asked.body.release), "the withdrawal")
+    asked.fail(ErrorCode.REFIT_FAILED)
+    ended()
+    assert isinstance(outcome[0], NotShareable)
+    share_parameters(model)
+    thread, outcome = in_background(client.refit, model)
+    peer.next(OpenSource).reply(SourceOpened(source=2, path="plan", tensors=1, size_bytes=1, unplanned=[]))
+    peer.next(CommitRefit).reply(RefitCommitted(report=REPORT))
+    thread.join()
+    assert outcome == [REPORT]
+
+
+@pytest.mark.usefixtures("bell")
+def test_a_daemon_that_does_not_answer_a_withdrawal_loses_its_writer(
+    peer: Peer, client: Daemon, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be waiting for requests, and would wait for a release afterwards."""
+    monkeypatch.setattr(early_commit, "_ANSWER_SECONDS", 0.01)
+    ended, outcome, _ = moved(peer, client, model)
+    peer.next(ReleaseWriter).reply(WriterReleased())
+    ended()
+    assert isinstance(outcome[0], NotShareable)
+
+
+def test_what_the_daemon_refuses_is_raised(peer: Peer, client: Daemon, model: torch.nn.Module, bell: HostBell) -> None:
+    """Also before the module was looked at."""
+    refit_first(peer, client, model)
+    thread, outcome = in_background(client.refit, model)
+    peer.next(CommitRefit).fail(ErrorCode.VERSION_NOT_INCREASING)
+    thread.join()
+    assert outcome[0].code is ErrorCode.VERSION_NOT_INCREASING
+    assert word_of(bell) % 2 == 0

@@ -1,0 +1,54 @@
+"""A commit that is sent while its trainer still looks whether its memory is what the daemon knows."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+from numpy.typing import NDArray
+
+from refit_protocol.bell import RELEASE_OFFSET_BYTES, following_release, withdrawal
+from refit_protocol.messages import RefitReport
+
+# A daemon that has the commit in hand answers a withdrawal at once; another one may still be waiting for requests.
+_ANSWER_SECONDS = 1.0
+
+
+class ReleaseWord:
+    """Of a bell, all of whose bytes are given; each commit has the number behind the last one's."""
+
+    def __init__(self, bell: NDArray[np.uint8]) -> None:
+        self._word = bell[RELEASE_OFFSET_BYTES:].view("<u4")[:1]
+        self._number = 0
+
+    def following(self) -> int:
+        self._number = following_release(self._number)
+        return self._number
+
+    def write(self, number: int) -> None:
+        self._word[0] = number
+
+
+class EarlyCommit:
+    """Sent; nothing of the memory is read before `release`. Ends with that, or with `end`."""
+
+    def __init__(self, word: ReleaseWord, number: int, committing: asyncio.Task[RefitReport]) -> None:
+        self._word = word
+        self._number = number
+        self._committing = committing
+
+    def release(self) -> None:
+        """On the thread that has looked, after what marks the end of its writes."""
+        self._word.write(self._number)
+
+    async def committed(self) -> RefitReport:
+        return await self._committing
+
+    async def end(self) -> None:
+        """Withdraws it, unless it has ended or was released and so goes on at the daemon; waits no longer for its
+        answer than for that of a withdrawal."""
+        if not self._committing.done():
+            self._word.write(withdrawal(self._number))
+            await asyncio.wait([self._committing], timeout=_ANSWER_SECONDS)
+        self._committing.cancel()
+        await asyncio.gather(self._committing, return_exceptions=True)
