@@ -80,9 +80,10 @@ class BucketRefits:
             source = self._sources.of_writer(call.owner, body.epoch, body.source)
             if source.kind == "inplace":
                 source.require("bucket")
-            ticket = ticket_for(body, self._commit, self._config.refit, partial=body.partial)
-            if source.replayed:
+            if source.replayed and not self._commit.is_busy:
+                # First of all, since everything else is done meanwhile.
                 self._engine.rehearse(source.id)
+            ticket = ticket_for(body, self._commit, self._config.refit, partial=body.partial)
             begun = self._begin(beginning, source, body, ticket)
             beginning.refit = refit = await self._running.in_window(call.owner, ticket, begun)
         finally:

@@ -191,9 +191,14 @@ class Commit:
                 version=self._gate.version,
             )
 
+    @property
+    def is_busy(self) -> bool:
+        """With a refit, a restore or a change of sleep."""
+        return self._gate.state is EngineState.REFITTING or self._exclusive is not None
+
     def refuse_while_busy(self) -> None:
         """Raises `refit_in_progress` while a refit, a restore or a change of sleep is under way."""
-        if self._gate.state is EngineState.REFITTING or self._exclusive is not None:
+        if self.is_busy:
             what = self._exclusive or "another refit"
             message = f"{what} is under way: wait for its end; one that you have prepared ends with refit() or abort()"
             raise ProtocolError(ErrorCode.REFIT_IN_PROGRESS, message)

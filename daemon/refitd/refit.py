@@ -196,9 +196,10 @@ class Refit:
         source.require("inplace")
         if body.release is not None:
             check_release(body.release)
-        ticket = ticket_for(body, self._commit, self._config.refit, partial=body.only is not None)
-        if source.replayed:
+        if source.replayed and not self._commit.is_busy:
+            # First of all, since everything else is done meanwhile.
             self._engine.rehearse(source.id)
+        ticket = ticket_for(body, self._commit, self._config.refit, partial=body.only is not None)
         if body.hold:
             return await self._running.in_window(source.session, ticket, self._hold_in_place(source, body, ticket))
         report = await self._running.in_window(source.session, ticket, self._commit_in_place(source, body, ticket))

@@ -232,8 +232,9 @@ def _cupy() -> Any:
 
 @cache
 def _pointer_attribute() -> Any:
-    """The driver's function, called without letting go of the interpreter: it takes a fraction of a microsecond."""
-    function = ctypes.PyDLL("libcuda.so.1").cuPointerGetAttribute
+    """The driver's function; it lets go of the interpreter, so that the client's loop does not wait for hundreds of
+    calls."""
+    function = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute
     function.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
     function.restype = ctypes.c_int
     return function

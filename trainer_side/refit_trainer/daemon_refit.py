@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from refit_protocol.awake import awake
 from refit_protocol.errors import ErrorCode
@@ -30,7 +30,7 @@ from refit_trainer.early_commit import EarlyCommit
 from refit_trainer.errors import RefitdError
 from refit_trainer.one_refit import OneRefit
 from refit_trainer.refits import CommitOptions
-from refit_trainer.steps import Steps
+from refit_trainer.steps import Started, Steps
 from refit_trainer.writer import WriterRole
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class DaemonRefit(OneRefit):
         self._buckets = 0
         self._applied = 0
         self._awake_seconds = 0.0
+        self._beginning: asyncio.Task[Any] | None = None
         self._early: EarlyCommit | None = None
         self._reading: dict[int, asyncio.Task[BucketApplied]] = {}
 
@@ -103,11 +104,26 @@ class DaemonRefit(OneRefit):
         await self.leave()
         return report
 
-    async def begin_early(
+    async def begin_early(self, shared: SharedModule, only: list[str] | None, options: CommitOptions) -> None:
+        """Sends a commit that is to be released, where the daemon would wait for that; `begun_early` tells, then comes
+        `committed`."""
+        self._beginning = asyncio.current_task()
+        self._early = await self._sent_early(shared, only, options)
+
+    @property
+    def early(self) -> EarlyCommit | None:
+        """Once there is one; for any thread."""
+        return self._early
+
+    async def begun_early(self) -> EarlyCommit | None:
+        """None, and nothing has happened, where the daemon would not wait."""
+        assert self._beginning is not None, "begin_early() comes first"
+        await self._beginning
+        return self._early
+
+    async def _sent_early(
         self, shared: SharedModule, only: list[str] | None, options: CommitOptions
     ) -> EarlyCommit | None:
-        """Sent when this returns, and to be released; `committed` comes next. None, and nothing has happened, where the
-        daemon would not wait for that."""
         if (word := self._role.release_of(shared.memory)) is None:
             return None
         await self.enter()
@@ -118,11 +134,7 @@ class DaemonRefit(OneRefit):
             await self.leave()
             return None
         number = word.following()
-        committing = asyncio.create_task(self._commit_early(shared, only, options, number))
-        self._early = EarlyCommit(word, number, committing)
-        # The task sends in its first step.
-        await asyncio.sleep(0)
-        return self._early
+        return EarlyCommit(word, number, asyncio.create_task(self._commit_early(shared, only, options, number)))
 
     async def _commit_early(
         self, shared: SharedModule, only: list[str] | None, options: CommitOptions, release: int
@@ -258,6 +270,9 @@ class DaemonRefit(OneRefit):
         return committed.report
 
     async def abort(self, error: BaseException) -> None:
+        if self._beginning is not None:
+            self._beginning.cancel()
+            await asyncio.gather(self._beginning, return_exceptions=True)
         if self._early is not None:
             await self._early.end()
         for applied in self._reading.values():
@@ -295,9 +310,10 @@ def refit_in_place(
     message is on its way. Raises `NotShareable`.
     """
     try:
-        early: EarlyCommit | None = yield refit.begin_early(shared, only, options)
+        yield Started(refit.begin_early(shared, only, options))
         shared.require_in_place()
         shared.memory.synchronise()
+        early: EarlyCommit | None = refit.early or (yield refit.begun_early())
         if early is not None:
             early.release()
         report: RefitReport = yield refit.in_place(shared, only, options) if early is None else refit.committed()

@@ -55,8 +55,10 @@ class SharedModule:
 
     def changed_part(self) -> str | None:
         """The name of a part that no longer is where it was exported, None if all are. Called before every refit."""
+        # First, since it lets the client's loop go on meanwhile.
+        memory_is_in_place = self.memory.is_in_place()
         if self._is_in_place():
-            return None if self.memory.is_in_place() else "the memory under the parameters"
+            return None if memory_is_in_place else "the memory under the parameters"
         for holder, key, data_ptr in zip(self._holders, self._keys, self._addresses, strict=True):
             tensor = holder.get(key)
             if tensor is None or local_part(tensor).data_ptr() != data_ptr:
