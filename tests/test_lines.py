@@ -161,12 +161,12 @@ def test_workers_rehearse_only_where_they_are_called_directly(tmp_path: Path, de
         engine = ScriptedEngine(Config(model="scripted", endpoint=f"ipc://{tmp_path}/s", runtime_directory=tmp_path))
         await engine.load()
         engine._awake_seconds = AWAKE_SECONDS if device != "cpu" else 0.0
-        engine.rehearse(1)
+        engine.rehearse_in_workers(1)
         engine._lines = await opened(stage)
         try:
-            engine.rehearse(2)
+            engine.rehearse_in_workers(2)
             await engine.settle(60.0)
-            engine.rehearse(3)
+            engine.rehearse_in_workers(3)
             await engine.call_workers("refitd_play", timeout_seconds=60.0, direct=True)
         finally:
             engine._lines.close()
@@ -187,7 +187,7 @@ def test_a_rehearsal_that_is_not_answered_any_more_says_nothing(
         engine._awake_seconds = AWAKE_SECONDS
         engine._lines = await opened(Stage())
         await engine.settle(60.0)
-        engine.rehearse(1)
+        engine.rehearse_in_workers(1)
         engine._lines.close()
         await asyncio.sleep(0)
 

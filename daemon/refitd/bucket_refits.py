@@ -82,7 +82,7 @@ class BucketRefits:
                 source.require("bucket")
             if source.replayed and not self._commit.is_busy:
                 # First of all, since everything else is done meanwhile.
-                self._engine.rehearse(source.id)
+                self._engine.rehearse_in_workers(source.id)
             ticket = ticket_for(body, self._commit, self._config.refit, partial=body.partial)
             begun = self._begin(beginning, source, body, ticket)
             beginning.refit = refit = await self._running.in_window(call.owner, ticket, begun)

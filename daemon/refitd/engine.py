@@ -221,7 +221,7 @@ class Engine:
         raise_worker_error(answers, writes=writes)
         return list(answers)
 
-    def rehearse(self, source: int) -> None:
+    def rehearse_in_workers(self, source: int) -> None:
         """Has the workers do what comes first in a refit from this source, while the caller does what comes before it:
         a second time takes them a fraction. Nothing where it cannot be done directly, or on CPUs, which are busy with
         the caller's own work."""

@@ -198,7 +198,7 @@ class Refit:
             check_release(body.release)
         if source.replayed and not self._commit.is_busy:
             # First of all, since everything else is done meanwhile.
-            self._engine.rehearse(source.id)
+            self._engine.rehearse_in_workers(source.id)
         ticket = ticket_for(body, self._commit, self._config.refit, partial=body.only is not None)
         if body.hold:
             return await self._running.in_window(source.session, ticket, self._hold_in_place(source, body, ticket))
