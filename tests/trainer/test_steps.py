@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from refit_trainer.client import LoopThread
-from refit_trainer.steps import Started, Steps, walk, walk_blocking
+from refit_trainer.steps import Soon, Started, Steps, walk, walk_blocking
 
 Walk = Callable[[Steps[Any]], Any]
 
@@ -46,6 +46,21 @@ def test_results_come_back_into_the_generator(walk_it: Walk) -> None:
         return [first, second]
 
     assert walk_it(steps()) == [2, 4]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-9, 30.0])
+@pytest.mark.parametrize("walk_it", [blocking, on_loop])
+def test_a_step_that_is_due_soon_is_one_like_any_other(walk_it: Walk, seconds: float) -> None:
+    """Its result or its error comes back, also where it takes longer."""
+
+    def steps() -> Steps[int]:
+        try:
+            yield Soon(failing(), seconds)
+        except ValueError:
+            return (yield Soon(doubled(2), seconds))
+        return 0
+
+    assert walk_it(steps()) == 4
 
 
 @pytest.mark.parametrize("walk_it", [blocking, on_loop])

@@ -10,7 +10,7 @@ from refit_protocol.tensors import TensorShape
 from refit_trainer.backends import Buckets
 from refit_trainer.packing import Ahead, FilledBucket
 from refit_trainer.refits import CommitOptions
-from refit_trainer.steps import Steps
+from refit_trainer.steps import Soon, Steps
 
 _Report = TypeVar("_Report")
 _Answer = TypeVar("_Answer", covariant=True)
@@ -116,10 +116,11 @@ class Beginning:
                 await self._target.leave()
 
 
-def sent(target: BucketTarget[_Report], packed: Iterable[FilledBucket]) -> Steps[_Report]:
+def sent(target: BucketTarget[_Report], packed: Iterable[FilledBucket], awake_seconds: float) -> Steps[_Report]:
+    """Each answer is waited for awake, for so long."""
     for filled in packed:
-        yield target.apply(filled)
-    report: _Report = yield _finished(target)
+        yield Soon(target.apply(filled), awake_seconds)
+    report: _Report = yield Soon(_finished(target), awake_seconds)
     return report
 
 

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import os
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
@@ -66,10 +67,15 @@ class LoopThread:
         """Whether this process is a fork of the one that has the thread."""
         return os.getpid() != self._pid
 
-    def call(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """The result of `work`; when the caller is interrupted, `work` is cancelled before the interrupt goes on."""
+    def call(self, work: Coroutine[Any, Any, _Result], awake_seconds: float = 0.0) -> _Result:
+        """The result of `work`, waited for awake for so long; when the caller is interrupted, `work` is cancelled
+        before the interrupt goes on."""
         running = self.submit(work)
         try:
+            until = time.monotonic() + awake_seconds
+            while awake_seconds and not running.done() and time.monotonic() < until:
+                # Awake, and yet no hindrance to the loop's thread.
+                time.sleep(0)
             return running.result()
         except concurrent.futures.CancelledError:
             raise ClientClosed("the client was closed meanwhile") from None

@@ -30,7 +30,7 @@ from refit_trainer.early_commit import EarlyCommit
 from refit_trainer.errors import RefitdError
 from refit_trainer.one_refit import OneRefit
 from refit_trainer.refits import CommitOptions
-from refit_trainer.steps import Started, Steps
+from refit_trainer.steps import Soon, Started, Steps
 from refit_trainer.writer import WriterRole
 
 if TYPE_CHECKING:
@@ -134,18 +134,14 @@ class DaemonRefit(OneRefit):
             await self.leave()
             return None
         number = word.following()
-        return EarlyCommit(word, number, asyncio.create_task(self._commit_early(shared, only, options, number)))
+        return EarlyCommit(word, number, asyncio.create_task(self.commit(only, options, number)))
 
-    async def _commit_early(
-        self, shared: SharedModule, only: list[str] | None, options: CommitOptions, release: int
-    ) -> RefitReport:
-        with self._attentive(shared):
-            return await self.commit(only, options, release)
-
-    async def committed(self) -> RefitReport:
-        """What was begun early, and released."""
+    async def committed(self, shared: SharedModule) -> RefitReport:
+        """What was begun early, and released. Not before is the loop awake: it would take turns with the thread that
+        looks."""
         assert self._early is not None, "begin_early() comes first"
-        report = await self._early.committed()
+        with self._attentive(shared):
+            report = await self._early.committed()
         await self.leave()
         return report
 
@@ -179,7 +175,7 @@ class DaemonRefit(OneRefit):
         return self._role.bell_of(self._source)
 
     def _attentive(self, shared: SharedModule) -> AbstractContextManager[None]:
-        return self._connection.attentive(AWAKE_SECONDS.get(shared.device.type, 0.0))
+        return self._connection.attentive(awake_seconds(shared))
 
     async def hold(self, only: list[str] | None, options: CommitOptions) -> RefitHeld:
         """All but published: to be ended by `finish` or `abort`."""
@@ -301,6 +297,11 @@ class DaemonRefit(OneRefit):
             raise
 
 
+def awake_seconds(shared: SharedModule) -> float:
+    """How long the end of a refit in place is waited for awake."""
+    return AWAKE_SECONDS.get(shared.device.type, 0.0)
+
+
 def refit_in_place(
     refit: DaemonRefit, shared: SharedModule, only: list[str] | None, options: CommitOptions
 ) -> Steps[RefitReport]:
@@ -316,7 +317,8 @@ def refit_in_place(
         early: EarlyCommit | None = refit.early or (yield refit.begun_early())
         if early is not None:
             early.release()
-        report: RefitReport = yield refit.in_place(shared, only, options) if early is None else refit.committed()
+        ending = refit.in_place(shared, only, options) if early is None else refit.committed(shared)
+        report: RefitReport = yield Soon(ending, awake_seconds(shared))
     except BaseException as error:
         yield refit.end(error)
         raise

@@ -16,6 +16,7 @@ from refit_protocol.messages import Manifest
 from refit_protocol.tensors import TensorShape, aligned
 from refit_trainer.backends import Buckets, backend_for
 from refit_trainer.bucket_target import Beginning, BucketTarget, sent
+from refit_trainer.daemon_refit import AWAKE_SECONDS
 from refit_trainer.errors import UsedAfterFork
 from refit_trainer.layouts import (
     Layout,
@@ -32,7 +33,7 @@ from refit_trainer.layouts import (
 from refit_trainer.packing import ALIGNMENT_BYTES, FilledBucket, Places, pack, share_bytes
 from refit_trainer.packing_plan import PackingPlan
 from refit_trainer.refits import CommitOptions
-from refit_trainer.steps import Started, Steps
+from refit_trainer.steps import Soon, Started, Steps
 
 # A GPU lets two processes take turns, and each change takes it time: most is gained where one turn is all buckets.
 BUCKETS = {"cpu": 2, "cuda": 4}
@@ -172,8 +173,7 @@ class Staging:
         except _OthersHaveComeError:
             yield beginning.take_back()
             raise
-        yield beginning.go_on(filled)
-        return (yield from sent(target, packed))
+        return (yield from _sent(target, beginning, filled, packed))
 
     def _packed_presumably(self, plan: PackingPlan, tensors: list[torch.Tensor]) -> Iterator[FilledBucket]:
         """No tensor is read that has another shape than its pieces were made for. Raises `_OthersHaveComeError`."""
@@ -199,8 +199,7 @@ class Staging:
         if plan.ahead > 1:
             yield Started(beginning.start())
         packed = _synchronised(plan.pack([*held.values()]), beginning.buckets)
-        yield beginning.go_on([*islice(packed, plan.ahead)])
-        return (yield from sent(target, packed))
+        return (yield from _sent(target, beginning, [*islice(packed, plan.ahead)], packed))
 
     def _run_in_order(
         self, target: BucketTarget[_Report], tensors: Iterator[NamedTensor], layout: Layout, beginning: Beginning
@@ -214,8 +213,7 @@ class Staging:
         buckets = beginning.buckets = self._large_enough(layout, first[1].device)
         filling = pack(chain([first], tensors), layout, buckets.views, target.max_pieces, self._places)
         packed = _synchronised(filling, buckets)
-        yield beginning.go_on([*islice(packed, 1)])
-        return (yield from sent(target, packed))
+        return (yield from _sent(target, beginning, [*islice(packed, 1)], packed))
 
     def _plan_of(self, names: Iterable[str], layout: Layout, max_pieces: int) -> PackingPlan:
         planned = self._planned
@@ -289,6 +287,16 @@ class _Turn:
 
     async def leave(self) -> None:
         self.end()
+
+
+def _sent(
+    target: BucketTarget[_Report], beginning: Beginning, filled: list[FilledBucket], packed: Iterator[FilledBucket]
+) -> Steps[_Report]:
+    """What is filled, and what is still to be packed."""
+    assert beginning.buckets is not None, "they are filled"
+    awake_seconds = AWAKE_SECONDS.get(beginning.buckets.views[0].device.type, 0.0)
+    yield Soon(beginning.go_on(filled), awake_seconds)
+    return (yield from sent(target, packed, awake_seconds))
 
 
 def _ending(beginning: Beginning, steps: Steps[_Report]) -> Steps[_Report]:

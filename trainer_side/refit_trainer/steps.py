@@ -21,14 +21,24 @@ class Started:
     work: Coroutine[Any, Any, Any]
 
 
-Steps: TypeAlias = Generator[Coroutine[Any, Any, Any] | Started, Any, Result]
+@dataclass(frozen=True)
+class Soon:
+    """A step that is done within so many `seconds`, milliseconds: a thread that waits for it stays awake so long, since
+    to wake it could take longer than the last steps of the work."""
+
+    work: Coroutine[Any, Any, Any]
+    seconds: float
+
+
+Step: TypeAlias = Coroutine[Any, Any, Any] | Started | Soon
+Steps: TypeAlias = Generator[Step, Any, Result]
 
 
 class Loop(Protocol):
     """An event loop, seen from another thread."""
 
-    def call(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """What `work` returns or raises."""
+    def call(self, work: Coroutine[Any, Any, Result], awake_seconds: float = 0.0) -> Result:
+        """What `work` returns or raises; for so long it is waited for awake."""
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> object:
         """`work` begins before whatever is handed in later."""
@@ -38,9 +48,9 @@ async def walk(steps: Steps[Result]) -> Result:
     """Runs the coroutines where this one runs. An error or a cancellation is thrown into the generator."""
     started: list[asyncio.Task[Any]] = []
 
-    async def take(step: Coroutine[Any, Any, Any] | Started) -> Any:
+    async def take(step: Step) -> Any:
         if not isinstance(step, Started):
-            return await step
+            return await (step.work if isinstance(step, Soon) else step)
         started.append(asyncio.create_task(step.work))
         return await asyncio.sleep(0)
 
@@ -59,17 +69,20 @@ async def walk(steps: Steps[Result]) -> Result:
         return result
 
 
+def _taken(step: Step, loop: Loop) -> Any:
+    if isinstance(step, Started):
+        loop.submit(step.work)
+        return None
+    return loop.call(step.work, step.seconds) if isinstance(step, Soon) else loop.call(step)
+
+
 def walk_blocking(steps: Steps[Result], loop: Loop) -> Result:
     """The same where the coroutines run elsewhere and are waited for."""
     try:
         step = next(steps)
         while True:
             try:
-                outcome = None
-                if isinstance(step, Started):
-                    loop.submit(step.work)
-                else:
-                    outcome = loop.call(step)
+                outcome = _taken(step, loop)
             # Also a KeyboardInterrupt: the generator has to clean up after it.
             except BaseException as error:  # noqa: BLE001
                 step = steps.throw(error)
