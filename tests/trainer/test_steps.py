@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import itertools
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -156,3 +159,61 @@ def test_cancellation_is_cleaned_up_after() -> None:
 
     asyncio.run(cancelled())
     assert cleaned == [8]
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+def test_an_interrupt_comes_to_the_generator_wherever_it_finds_the_walk() -> None:
+    """Also between two steps: what goes on beside them would never be ended."""
+    thread = LoopThread()
+    try:
+        for line in itertools.count(1):
+            seen: list[str] = []
+            interrupted = Interruption(line)
+            try:
+                with interrupted:
+                    walk_blocking(noting(seen), thread)
+            except KeyboardInterrupt:
+                assert seen in ([], ["begun", "cleaned up"], ["begun", "done"]), f"at line {line}"
+            if not interrupted.has_come:
+                break
+    finally:
+        thread.stop()
+    assert line > 10
+    assert seen == ["begun", "done"]
+
+
+def noting(seen: list[str]) -> Steps[None]:
+    try:
+        seen.append("begun")
+        yield Started(doubled(1))
+        yield doubled(2)
+    except BaseException:
+        yield doubled(3)
+        seen.append("cleaned up")
+        raise
+    seen.append("done")
+
+
+class Interruption:
+    """Ctrl-C when the so manieth line of `steps` is come to."""
+
+    def __init__(self, line: int) -> None:
+        self._lines_left = line
+        self.has_come = False
+
+    def __enter__(self) -> None:
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _trace(self, frame: FrameType, event: str, _argument: object) -> Callable[..., Any] | None:
+        if frame.f_code.co_filename != walk_blocking.__code__.co_filename:
+            return None
+        if event == "line":
+            self._lines_left -= 1
+            if self._lines_left == 0:
+                self.has_come = True
+                raise KeyboardInterrupt
+        return self._trace

@@ -7,6 +7,7 @@ between two yields (consuming the caller's iterator, copying tensors) happens in
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Coroutine, Generator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -77,17 +78,22 @@ def _taken(step: Step, loop: Loop) -> Any:
 
 
 def walk_blocking(steps: Steps[Result], loop: Loop) -> Result:
-    """The same where the coroutines run elsewhere and are waited for."""
-    try:
-        step = next(steps)
-        while True:
-            try:
+    """The same where the coroutines run elsewhere and are waited for. A KeyboardInterrupt, too, comes to the generator
+    wherever it finds this: what has been started is cleaned up after."""
+    outcome: Any = None
+    # Empty again when it is raised: else it would keep, by its traceback, all that the steps hold.
+    thrown: list[BaseException] = []
+    while True:
+        try:
+            while True:
+                step = steps.throw(thrown.pop()) if thrown else steps.send(outcome)
                 outcome = _taken(step, loop)
-            # Also a KeyboardInterrupt: the generator has to clean up after it.
-            except BaseException as error:  # noqa: BLE001
-                step = steps.throw(error)
-            else:
-                step = steps.send(outcome)
-    except StopIteration as done:
-        result: Result = done.value
-        return result
+        except StopIteration as done:
+            result: Result = done.value
+            return result
+        except BaseException as error:
+            if inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED:
+                # The generator's own.
+                raise
+            outcome = None
+            thrown.append(error)
