@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import threading
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 import torch
 
@@ -16,18 +19,21 @@ from refit_protocol.messages import (
     OpenSource,
     RefitCommitted,
     ReleaseWriter,
+    Request,
     SourceOpened,
     WriterAcquired,
     WriterReleased,
 )
-from refit_trainer import Daemon, NotShareable, early_commit, share_parameters
+from refit_trainer import AsyncDaemon, ClientClosed, Daemon, NotShareable, early_commit, share_parameters
 from refit_trainer.memory import MemfdMemory
 from refit_trainer.sharing import SharedModule, shared_before
 from tests.lending import HostBell
 from tests.trainer.background import in_background
 from tests.trainer.granted import REPORT
-from tests.trainer.peer import Peer
+from tests.trainer.peer import Asked, Peer
 from tests.waiting import until
+
+OPENED = SourceOpened(source=1, path="plan", tensors=1, size_bytes=1, unplanned=[], release=True)
 
 
 @pytest.fixture
@@ -59,8 +65,7 @@ def refit_first(peer: Peer, client: Daemon, model: torch.nn.Module, *, release: 
     """As every first one: the source is opened, once the module has been looked at."""
     thread, outcome = in_background(client.refit, model)
     peer.next(AcquireWriter).reply(WriterAcquired(epoch=7))
-    opened = SourceOpened(source=1, path="plan", tensors=1, size_bytes=1, unplanned=[], release=release)
-    peer.next(OpenSource).reply(opened)
+    peer.next(OpenSource).reply(msgspec.structs.replace(OPENED, release=release))
     asked = peer.next(CommitRefit)
     assert asked.body.release is None
     asked.reply(RefitCommitted(report=REPORT))
@@ -153,3 +158,60 @@ def test_what_the_daemon_refuses_is_raised(peer: Peer, client: Daemon, model: to
     thread.join()
     assert outcome[0].code is ErrorCode.VERSION_NOT_INCREASING
     assert word_of(bell) % 2 == 0
+
+
+# --- ended early ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("bell")
+def test_a_second_interrupt_leaves_the_daemon_nothing_to_wait_for(
+    peer: Peer, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes while the answer to the withdrawal is waited for."""
+    monkeypatch.setattr(early_commit, "_ANSWER_SECONDS", 3600.0)
+
+    async def next_of(kind: type[Request]) -> Asked:
+        return await asyncio.to_thread(peer.next, kind)
+
+    async def scenario() -> None:
+        async with AsyncDaemon.connect(peer.endpoint) as daemon:
+            refit = asyncio.create_task(daemon.refit(model))
+            (await next_of(AcquireWriter)).reply(WriterAcquired(epoch=7))
+            (await next_of(OpenSource)).reply(OPENED)
+            (await next_of(CommitRefit)).reply(RefitCommitted(report=REPORT))
+            await refit
+            replace_a_parameter(model)
+            refit = asyncio.create_task(daemon.refit(model))
+            await next_of(CommitRefit)
+            refit.cancel()
+            (await next_of(ReleaseWriter)).reply(WriterReleased())
+            with pytest.raises(asyncio.CancelledError):
+                await refit
+            share_parameters(model)
+            refit = asyncio.create_task(daemon.refit(model))
+            (await next_of(AcquireWriter)).reply(WriterAcquired(epoch=8))
+            refit.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await refit
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("bell")
+def test_nothing_complains_where_the_client_is_closed_meanwhile(
+    peer: Peer, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The caller is told, and asyncio has nothing to add."""
+    client = Daemon.connect(peer.endpoint)
+    refit_first(peer, client, model)
+    may_look = threading.Event()
+    monkeypatch.setattr(SharedModule, "require_in_place", lambda _shared: may_look.wait(timeout=30))
+    thread, outcome = in_background(client.refit, model)
+    peer.next(CommitRefit)
+    client.close()
+    may_look.set()
+    thread.join()
+    assert isinstance(outcome.pop(), ClientClosed)
+    del client
+    gc.collect()
+    assert not caplog.records

@@ -266,17 +266,20 @@ class DaemonRefit(OneRefit):
         return committed.report
 
     async def abort(self, error: BaseException) -> None:
-        if self._beginning is not None:
-            self._beginning.cancel()
-            await asyncio.gather(self._beginning, return_exceptions=True)
-        if self._early is not None:
-            await self._early.end()
         for applied in self._reading.values():
             applied.cancel()
         try:
+            await self._end_early()
             await asyncio.gather(*self._reading.values(), return_exceptions=True)
         finally:
             await super().abort(error)
+
+    async def _end_early(self) -> None:
+        if self._beginning is not None:
+            self._beginning.cancel()
+            await asyncio.wait([self._beginning])
+        if self._early is not None:
+            await self._early.end()
 
     @property
     def _under_way(self) -> int:
@@ -320,6 +323,11 @@ def refit_in_place(
         ending = refit.in_place(shared, only, options) if early is None else refit.committed(shared)
         report: RefitReport = yield Soon(ending, awake_seconds(shared))
     except BaseException as error:
-        yield refit.end(error)
+        try:
+            yield refit.end(error)
+        except BaseException:
+            # Where not even that had begun when it was interrupted.
+            yield refit.end(error)
+            raise
         raise
     return report

@@ -36,6 +36,8 @@ class EarlyCommit:
         self._word = word
         self._number = number
         self._committing = committing
+        # Where nobody comes to it any more, as when the client was closed meanwhile.
+        committing.add_done_callback(_looked_at)
 
     def release(self) -> None:
         """On the thread that has looked, after what marks the end of its writes."""
@@ -49,6 +51,14 @@ class EarlyCommit:
         answer than for that of a withdrawal."""
         if not self._committing.done():
             self._word.write(withdrawal(self._number))
+        try:
             await asyncio.wait([self._committing], timeout=_ANSWER_SECONDS)
-        self._committing.cancel()
-        await asyncio.gather(self._committing, return_exceptions=True)
+        finally:
+            self._committing.cancel()
+        await asyncio.wait([self._committing])
+
+
+def _looked_at(committing: asyncio.Task[RefitReport]) -> None:
+    """asyncio is not to complain of what its caller is told, or need not be."""
+    if not committing.cancelled():
+        committing.exception()

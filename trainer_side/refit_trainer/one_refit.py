@@ -24,6 +24,7 @@ class OneRefit:
         self._role = role
         self._timeout_seconds = timeout_seconds
         self._entered = False
+        self._is_ended = False
         self._epoch = 0
         self._number: int | None = None
         self._unanswered = False
@@ -63,7 +64,10 @@ class OneRefit:
                 await self._role.give_up(timeout_seconds=patience_seconds)
 
     async def end(self, error: BaseException) -> None:
-        """Aborts and leaves."""
+        """Aborts and leaves, once: the second time it may be asked for is where the first one was interrupted."""
+        if self._is_ended:
+            return
+        self._is_ended = True
         try:
             await self.abort(error)
         finally:
