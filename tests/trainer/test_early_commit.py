@@ -25,6 +25,7 @@ from refit_protocol.messages import (
     WriterReleased,
 )
 from refit_trainer import AsyncDaemon, ClientClosed, Daemon, NotShareable, early_commit, share_parameters
+from refit_trainer.early_commit import EarlyCommit
 from refit_trainer.memory import MemfdMemory
 from refit_trainer.sharing import SharedModule, shared_before
 from tests.lending import HostBell
@@ -161,6 +162,51 @@ def test_what_the_daemon_refuses_is_raised(peer: Peer, client: Daemon, model: to
 
 
 # --- ended early ------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_released_is_not_withdrawn(
+    peer: Peer, client: Daemon, model: torch.nn.Module, bell: HostBell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several workers some may have begun to write: the others would refuse, and leave the weights torn."""
+    refit_first(peer, client, model)
+    release = EarlyCommit.release
+
+    def interrupted(commit: EarlyCommit) -> None:
+        release(commit)
+        raise RuntimeError("interrupted")
+
+    monkeypatch.setattr(EarlyCommit, "release", interrupted)
+    monkeypatch.setattr(early_commit, "_ANSWER_SECONDS", 0.01)
+    thread, outcome = in_background(client.refit, model)
+    asked = peer.next(CommitRefit)
+    peer.next(ReleaseWriter).reply(WriterReleased())
+    thread.join()
+    assert isinstance(outcome[0], RuntimeError)
+    assert word_of(bell) == asked.body.release
+
+
+def test_it_is_withdrawn_though_the_connection_broke(
+    peer: Peer, client: Daemon, model: torch.nn.Module, bell: HostBell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers of a daemon that is still there wait for a word."""
+    refit_first(peer, client, model)
+    may_look = threading.Event()
+
+    def late(shared: SharedModule) -> None:
+        assert may_look.wait(timeout=30)
+        raise NotShareable("moved")
+
+    monkeypatch.setattr(SharedModule, "require_in_place", late)
+    thread, outcome = in_background(client.refit, model)
+    asked = peer.next(CommitRefit)
+    peer.stop()
+    peer.start()
+    peer.wait_for_hellos(2)
+    may_look.set()
+    peer.next(ReleaseWriter).reply(WriterReleased())
+    thread.join()
+    assert isinstance(outcome[0], NotShareable)
+    assert word_of(bell) == withdrawal(asked.body.release)
 
 
 @pytest.mark.usefixtures("bell")

@@ -28,6 +28,9 @@ class ReleaseWord:
     def write(self, number: int) -> None:
         self._word[0] = number
 
+    def holds(self, number: int) -> bool:
+        return int(self._word[0]) == number
+
 
 class EarlyCommit:
     """Sent; nothing of the memory is read before `release`. Ends with that, or with `end`."""
@@ -47,9 +50,9 @@ class EarlyCommit:
         return await self._committing
 
     async def end(self) -> None:
-        """Withdraws it, unless it has ended or was released and so goes on at the daemon; waits no longer for its
-        answer than for that of a withdrawal."""
-        if not self._committing.done():
+        """Withdraws it, unless it was released: then it goes on at the daemon, where one worker may have seen that and
+        another one not yet. Waits no longer for its answer than for that of a withdrawal."""
+        if not self._word.holds(self._number):
             self._word.write(withdrawal(self._number))
         try:
             await asyncio.wait([self._committing], timeout=_ANSWER_SECONDS)
