@@ -24,7 +24,15 @@ from refit_protocol.messages import (
     WriterAcquired,
     WriterReleased,
 )
-from refit_trainer import AsyncDaemon, ClientClosed, Daemon, NotShareable, early_commit, share_parameters
+from refit_trainer import (
+    AsyncDaemon,
+    ClientClosed,
+    Daemon,
+    DaemonRestarted,
+    NotShareable,
+    early_commit,
+    share_parameters,
+)
 from refit_trainer.early_commit import EarlyCommit
 from refit_trainer.memory import MemfdMemory
 from refit_trainer.sharing import SharedModule, shared_before
@@ -261,3 +269,34 @@ def test_nothing_complains_where_the_client_is_closed_meanwhile(
     del client
     gc.collect()
     assert not caplog.records
+
+
+@pytest.mark.usefixtures("bell")
+def test_a_restart_is_told_before_what_the_look_has_found(peer: Peer, client: Daemon, model: torch.nn.Module) -> None:
+    """It is told only once, and what is served since are not the weights that were refitted."""
+    refit_first(peer, client, model)
+    replace_a_parameter(model)
+    peer.stop()
+    peer.epoch = 2
+    peer.start()
+    peer.wait_for_hellos(2)
+    until(lambda: client.welcome.epoch == 2, "the client to know of the restart")
+    with pytest.raises(DaemonRestarted):
+        client.refit(model)
+    with pytest.raises(NotShareable):
+        client.refit(model)
+
+
+@pytest.mark.usefixtures("bell")
+def test_without_a_connection_the_look_comes_first(peer: Peer, client: Daemon, model: torch.nn.Module) -> None:
+    """What it finds does not wait for a daemon that may never come back."""
+    refit_first(peer, client, model)
+    replace_a_parameter(model)
+    peer.stop()
+    try:
+        until(lambda: not client._daemon.connection.is_up, "the connection to be lost")
+        thread, outcome = in_background(client.refit, model)
+        thread.join(30)
+        assert isinstance(outcome[0], NotShareable)
+    finally:
+        peer.start()

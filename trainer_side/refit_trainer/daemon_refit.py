@@ -27,7 +27,7 @@ from refit_protocol.tensors import SourceTensor, TensorShape
 from refit_trainer.backends import Bell, Buckets, ExportedMemory
 from refit_trainer.connection import Connection
 from refit_trainer.early_commit import EarlyCommit
-from refit_trainer.errors import RefitdError
+from refit_trainer.errors import DaemonRestarted, RefitdError
 from refit_trainer.one_refit import OneRefit
 from refit_trainer.refits import CommitOptions
 from refit_trainer.steps import Soon, Started, Steps
@@ -124,7 +124,8 @@ class DaemonRefit(OneRefit):
     async def _sent_early(
         self, shared: SharedModule, only: list[str] | None, options: CommitOptions
     ) -> EarlyCommit | None:
-        if (word := self._role.release_of(shared.memory)) is None:
+        # Without a connection it could only wait for one, and so would what the look may find.
+        if not self._connection.is_up or self._role.release_of(shared.memory) is None:
             return None
         await self.enter()
         await self.open(shared.memory, "inplace", shared.tensors)
@@ -269,17 +270,25 @@ class DaemonRefit(OneRefit):
         for applied in self._reading.values():
             applied.cancel()
         try:
-            await self._end_early()
+            await self._end_early(error)
             await asyncio.gather(*self._reading.values(), return_exceptions=True)
         finally:
             await super().abort(error)
 
-    async def _end_early(self) -> None:
+    async def _end_early(self, error: BaseException) -> None:
+        """Raises `DaemonRestarted`, which is told only once, if that is not `error` already."""
+        ended: list[asyncio.Task[Any]] = []
         if self._beginning is not None:
             self._beginning.cancel()
             await asyncio.wait([self._beginning])
+            ended.append(self._beginning)
         if self._early is not None:
             await self._early.end()
+            ended.append(self._early.committing)
+        for task in ended:
+            failure = None if task.cancelled() else task.exception()
+            if isinstance(failure, DaemonRestarted) and failure is not error:
+                raise failure
 
     @property
     def _under_way(self) -> int:

@@ -38,7 +38,7 @@ class EarlyCommit:
     def __init__(self, word: ReleaseWord, number: int, committing: asyncio.Task[RefitReport]) -> None:
         self._word = word
         self._number = number
-        self._committing = committing
+        self.committing = committing
         # Where nobody comes to it any more, as when the client was closed meanwhile.
         committing.add_done_callback(_looked_at)
 
@@ -47,7 +47,7 @@ class EarlyCommit:
         self._word.write(self._number)
 
     async def committed(self) -> RefitReport:
-        return await self._committing
+        return await self.committing
 
     async def end(self) -> None:
         """Withdraws it, unless it was released: then it goes on at the daemon, where one worker may have seen that and
@@ -55,10 +55,10 @@ class EarlyCommit:
         if not self._word.holds(self._number):
             self._word.write(withdrawal(self._number))
         try:
-            await asyncio.wait([self._committing], timeout=_ANSWER_SECONDS)
+            await asyncio.wait([self.committing], timeout=_ANSWER_SECONDS)
         finally:
-            self._committing.cancel()
-        await asyncio.wait([self._committing])
+            self.committing.cancel()
+        await asyncio.wait([self.committing])
 
 
 def _looked_at(committing: asyncio.Task[RefitReport]) -> None:
