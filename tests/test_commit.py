@@ -8,6 +8,7 @@ from typing import Literal
 
 import pytest
 
+from refit_protocol.bell import RELEASE_SECONDS
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import (
     BeginRefit,
@@ -19,7 +20,7 @@ from refit_protocol.messages import (
 )
 from refit_protocol.states import EngineState
 from refitd.commit import REPORTS_KEPT
-from tests.scripted_app import loaded_app, worker_refusal
+from tests.scripted_app import OPENED, loaded_app, worker_refusal
 
 
 def test_a_cache_that_cannot_be_cleaned_refuses_the_refit_before_it_writes(
@@ -165,5 +166,49 @@ def test_a_rehearsal_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
             held.may_end.set()
             assert (await second).report.version == 2
             assert [report.version for report in commit.reports] == [2, 1]
+
+    asyncio.run(run())
+
+
+def test_a_release_that_one_worker_cannot_see_is_refused_by_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that can would write, and the weights be torn. The gate stays open: no running request pays for it."""
+
+    async def run() -> None:
+        async with loaded_app(tmp_path, monkeypatch) as scripted:
+            session, epoch = await scripted.writer()
+            opened = [{"ok": True, **OPENED, "release": sees} for sees in (True, False)]
+            scripted.llm.failures["refitd_open_source"] = opened
+            source = await scripted.open(session, epoch)
+            scripted.app.gate.on_change = lambda _state: pytest.fail("the gate has moved")
+            with pytest.raises(ProtocolError) as refused:
+                await scripted.ask(session, CommitRefit(epoch=epoch, source=source, release=2), RefitCommitted)
+            assert refused.value.code is ErrorCode.UNSUPPORTED
+            assert "refitd_commit" not in scripted.llm.calls
+
+    asyncio.run(run())
+
+
+def test_workers_that_wait_for_a_release_do_not_pass_for_an_engine_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However short the deadline is for all else."""
+
+    async def run() -> None:
+        async with loaded_app(tmp_path, monkeypatch, refit={"deadline_seconds": 5.0}) as scripted:
+            session, epoch = await scripted.writer()
+            scripted.llm.failures["refitd_open_source"] = {"ok": True, **OPENED, "release": True}
+            source = await scripted.open(session, epoch)
+            held = scripted.llm.hold("refitd_commit")
+            command = CommitRefit(epoch=epoch, source=source, release=2)
+            committing = asyncio.create_task(scripted.ask(session, command, RefitCommitted))
+            await held.begun.wait()
+            (waiting,) = scripted.app.engine._waiting
+            ends = waiting.when()
+            assert ends is not None
+            assert ends > asyncio.get_running_loop().time() + RELEASE_SECONDS
+            held.may_end.set()
+            await committing
 
     asyncio.run(run())

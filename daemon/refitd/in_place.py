@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from refit_protocol.bell import MAX_BELL_WORKERS, ring_number
+from refit_protocol.bell import MAX_BELL_WORKERS, RELEASE_SECONDS, ring_number
 from refitd.commit import Ticket
 from refitd.config import RefitConfig
 from refitd.engine import Engine
@@ -31,7 +31,8 @@ async def write_in_place(
         ticket.attest,
         ticket.check_finite,
         release,
-        timeout_seconds=config.deadline_seconds,
+        # The workers' wait ends before ours: else a trainer that says nothing would pass for an engine that hangs.
+        timeout_seconds=config.deadline_seconds + (0.0 if release is None else RELEASE_SECONDS),
         writes=True,
         direct=source.replayed,
     )

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from refit_protocol.bell import check_release
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import (
     AcquireWriter,
@@ -195,7 +194,7 @@ class Refit:
         source = self._sources.find(body.source)
         source.require("inplace")
         if body.release is not None:
-            check_release(body.release)
+            source.require_release(body.release)
         if source.replayed and not self._commit.is_busy:
             # First of all, since everything else is done meanwhile.
             self._engine.rehearse_in_workers(source.id)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from refit_protocol.bell import check_release
 from refit_protocol.broadcast import BroadcastLayout
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.tensors import Segment, TensorShape
@@ -28,7 +29,7 @@ class Source:
 
     `session` is the writer's; a `group` has other ranks of the trainer, which lend memory too. `broadcasts` are those
     of a collective source's last refit. `layouts` are the numbers that pieces have, to the workers too, and their
-    buckets; they hold for the tensors that are `announced`.
+    buckets; they hold for the tensors that are `announced`. `releases`: whether every worker can wait for a release.
     """
 
     id: int
@@ -36,6 +37,7 @@ class Source:
     kind: Literal["inplace", "bucket", "collective"]
     segments: tuple[Segment, ...]
     replayed: bool = False
+    releases: bool = False
     broadcasts: BroadcastLayout | None = None
     announced: dict[str, TensorShape] | None = None
     layouts: dict[int, int] = field(default_factory=dict)
@@ -54,6 +56,13 @@ class Source:
         if self.kind != kind:
             message = f"source {self.id} is not {kind}, it is {self.kind}: send {COMMANDS[self.kind]}"
             raise ProtocolError(ErrorCode.UNKNOWN_SOURCE, message)
+
+    def require_release(self, release: int) -> None:
+        """Raises `invalid_descriptor`, and `unsupported` where it could not be waited for."""
+        check_release(release)
+        if not self.releases:
+            message = f"source {self.id} has no bell by which all workers see a release: send the commit without"
+            raise ProtocolError(ErrorCode.UNSUPPORTED, message)
 
     def announce(self, tensors: dict[str, TensorShape]) -> None:
         if tensors is not self.announced:

@@ -139,6 +139,7 @@ class Sources:
                 None if body.bell is None else msgspec.to_builtins(body.bell),
                 timeout_seconds=self._config.refit.deadline_seconds,
             )
+        source.releases = all(answer["release"] for answer in answers)
         self._sources[source.id] = source
         if source.abandoned or self._writer.session is not session:
             await self.close(source)
@@ -148,7 +149,7 @@ class Sources:
             tensors=len({tensor.name for tensor in body.tensors}),
             size_bytes=sum(int(answer["bytes"]) for answer in answers),
             unplanned=combine_unplanned(answers),
-            release=all(answer["release"] for answer in answers),
+            release=source.releases,
         )
 
     @contextmanager

@@ -16,6 +16,8 @@ BELL_BYTES = 4096
 WORD_STRIDE_BYTES = 64
 ARRIVED_OFFSET_BYTES = 32
 RELEASE_OFFSET_BYTES = 48
+# For as long a commit waits for its release. It takes a trainer about a millisecond to look at its memory.
+RELEASE_SECONDS = 10.0
 MAX_BELL_WORKERS = BELL_BYTES // WORD_STRIDE_BYTES
 _RING_VALUES = 1 << 32
 

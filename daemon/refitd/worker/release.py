@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import time
 
-from refit_protocol.bell import RELEASE_OFFSET_BYTES, withdrawal
+from refit_protocol.bell import RELEASE_OFFSET_BYTES, RELEASE_SECONDS, withdrawal
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.tensors import MemfdSegment
 from refitd.worker.boundary import PAUSE_SECONDS
 from refitd.worker.memory import is_alive, map_memfd
 
-# It takes a trainer about a millisecond to look at its memory.
-RELEASE_SECONDS = 10.0
 _WORD_BYTES = 4
 _AWAKE_SECONDS = 0.002
 _LOOK_SECONDS = 0.005
