@@ -106,6 +106,33 @@ def test_it_is_sent_before_the_module_is_looked_at_and_released_behind(
         assert outcome == [REPORT]
 
 
+def test_coroutines_send_it_before_they_look_too(
+    peer: Peer, model: torch.nn.Module, bell: HostBell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the look keeps the loop from everything else. What has not gone out could do nothing but shut the gate
+    for a module that has moved."""
+
+    def looked(_shared: SharedModule) -> None:
+        asked = peer.next(CommitRefit)
+        assert word_of(bell) != asked.body.release
+        asked.reply(RefitCommitted(report=REPORT))
+
+    async def scenario() -> None:
+        async with AsyncDaemon.connect(peer.endpoint) as daemon:
+            refit = asyncio.create_task(daemon.refit(model))
+            for kind, answer in (
+                (AcquireWriter, WriterAcquired(epoch=7)),
+                (OpenSource, OPENED),
+                (CommitRefit, RefitCommitted(report=REPORT)),
+            ):
+                (await asyncio.to_thread(peer.next, kind)).reply(answer)
+            await refit
+            monkeypatch.setattr(SharedModule, "require_in_place", looked)
+            assert await daemon.refit(model, deadline_seconds=1.0) == REPORT
+
+    asyncio.run(scenario())
+
+
 def test_where_the_daemon_would_not_wait_the_look_comes_first(
     peer: Peer, client: Daemon, model: torch.nn.Module, bell: HostBell
 ) -> None:

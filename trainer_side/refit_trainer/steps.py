@@ -53,6 +53,8 @@ async def walk(steps: Steps[Result]) -> Result:
         if not isinstance(step, Started):
             return await (step.work if isinstance(step, Soon) else step)
         started.append(asyncio.create_task(step.work))
+        await asyncio.sleep(0)
+        # What it has started in turn has begun, too: what follows may keep the loop to itself.
         return await asyncio.sleep(0)
 
     try:
