@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import Manifest
 from refit_protocol.tensors import TensorShape
 from refit_trainer.backends import Buckets
+from refit_trainer.errors import RefitdError
 from refit_trainer.memory import MemfdMemory
 from refit_trainer.packing import Ahead, FilledBucket
 from refit_trainer.packing_plan import MemoryCopies, PackingPlan
@@ -298,6 +300,27 @@ def test_what_was_begun_for_other_shapes_is_aborted(
     assert "begun" in before_it or changed == "a"
     assert not [event for event in before_it if event.startswith("applied")]
     assert [event for event in target.events if event in ("begun", "finished")][-2:] == ["begun", "finished"]
+
+
+def test_what_was_refused_for_shapes_that_are_there_no_more_is_begun_anew(
+    staging: Staging, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mistake that was mended since: only what there is counts."""
+    monkeypatch.setattr(PackingPlan, "ahead", 2)
+    begin = target.begin
+
+    async def particular(buckets: Buckets, tensors: list[TensorShape], *options: Any, **others: Any) -> None:
+        if tensors[-1].shape != (64,):
+            raise RefitdError("not the engine's shape", code=ErrorCode.MANIFEST_MISMATCH)
+        await begin(buckets, tensors, *options, **others)
+
+    monkeypatch.setattr(target, "begin", particular)
+    weights = {name: torch.randn(64) for name in "abcd"}
+    for _ in range(2):
+        with pytest.raises(RefitdError, match="not the engine's shape"):
+            refit(staging, target, weights | {"d": torch.randn(48)})
+    refit(staging, target, weights)
+    assert same(target.tensors, weights)
 
 
 def test_a_target_that_cannot_begin_again_is_told_of_what_was_seen(

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from refit_protocol.tensors import TensorShape
 from refit_trainer.backends import Buckets
+from refit_trainer.errors import RefitdError
 from refit_trainer.packing import Ahead, FilledBucket
 from refit_trainer.refits import CommitOptions
 from refit_trainer.steps import Soon, Steps
@@ -83,9 +84,15 @@ class Beginning:
 
     async def take_back(self) -> None:
         """Of what was started, if anything was; nothing is packed for it. Returns when the target can be told to
-        abort what has begun."""
-        if self._task is not None:
+        abort what has begun, or has refused what it was begun for. Raises what would be refused just as well when it is
+        begun anew."""
+        if self._task is None:
+            return
+        try:
             await self.go_on(())
+        except RefitdError as refused:
+            if refused.code is None or refused.retryable:
+                raise
 
     async def enter(self) -> None:
         await self._target.enter()
