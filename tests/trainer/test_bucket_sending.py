@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -22,6 +23,7 @@ from refit_protocol.messages import (
 from refit_protocol.states import EngineState
 from refit_trainer import (
     Daemon,
+    DaemonRestarted,
 )
 from refit_trainer.packing_plan import PackingPlan
 from tests.trainer.background import in_background
@@ -82,6 +84,29 @@ def test_what_a_last_bucket_was_refused_with_is_raised(peer: Peer, client: Daemo
     peer.next(AbortRefit).fail(ErrorCode.UNKNOWN_REFIT)
     thread.join()
     assert outcome[0].code is ErrorCode.REFIT_FAILED
+
+
+def test_a_restart_before_the_last_bucket_is_what_is_raised(peer: Peer, client: Daemon) -> None:
+    """Though the bucket before it has failed with the connection: that another daemon serves is told only once."""
+    restarted = threading.Event()
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(TENSORS.items())[:3]
+        assert restarted.wait(30)
+        yield "d", TENSORS["d"]
+
+    thread, outcome = in_background(client.refit, tensors(), SPECS[:4])
+    grant(peer)
+    begin(peer)
+    peer.next(ApplyBucket)
+    peer.stop()
+    peer.epoch = 2
+    peer.answer = lambda asked: asked.fail(ErrorCode.NO_SESSION)
+    peer.start()
+    peer.wait_for_hellos(2)
+    restarted.set()
+    thread.join()
+    assert isinstance(outcome[0], DaemonRestarted)
 
 
 def test_first_buckets_are_sent_behind_a_begin_that_says_nothing_new(peer: Peer, client: Daemon) -> None:

@@ -267,16 +267,22 @@ class DaemonRefit(OneRefit):
         return committed.report
 
     async def abort(self, error: BaseException) -> None:
-        for applied in self._reading.values():
+        """Raises `DaemonRestarted` where only what was on its way was told of it."""
+        tasks: list[asyncio.Task[Any]] = [*self._reading.values()]
+        for applied in tasks:
             applied.cancel()
         try:
-            await self._end_early(error)
-            await asyncio.gather(*self._reading.values(), return_exceptions=True)
+            tasks += await self._end_early()
+            await asyncio.gather(*tasks, return_exceptions=True)
         finally:
             await super().abort(error)
+        for failure in (task.exception() for task in tasks if not task.cancelled()):
+            # It is told once, whoever is told.
+            if isinstance(failure, DaemonRestarted) and failure is not error:
+                raise failure
 
-    async def _end_early(self, error: BaseException) -> None:
-        """Raises `DaemonRestarted`, which is told only once, if that is not `error` already."""
+    async def _end_early(self) -> list[asyncio.Task[Any]]:
+        """What has been ended."""
         ended: list[asyncio.Task[Any]] = []
         if self._beginning is not None:
             self._beginning.cancel()
@@ -285,10 +291,7 @@ class DaemonRefit(OneRefit):
         if self._early is not None:
             await self._early.end()
             ended.append(self._early.committing)
-        for task in ended:
-            failure = None if task.cancelled() else task.exception()
-            if isinstance(failure, DaemonRestarted) and failure is not error:
-                raise failure
+        return ended
 
     @property
     def _under_way(self) -> int:
