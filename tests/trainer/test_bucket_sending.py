@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +21,12 @@ from refit_protocol.messages import (
     RefitAborted,
     RefitBegan,
     RefitCommitted,
+    ReleaseWriter,
+    WriterReleased,
 )
 from refit_protocol.states import EngineState
 from refit_trainer import (
+    AsyncDaemon,
     Daemon,
     DaemonRestarted,
 )
@@ -107,6 +112,41 @@ def test_a_restart_before_the_last_bucket_is_what_is_raised(peer: Peer, client: 
     restarted.set()
     thread.join()
     assert isinstance(outcome[0], DaemonRestarted)
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_buckets_whose_refit_may_still_end_are_left_alone(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
+    """The end may be waiting behind a bucket that is still to be read, and nobody has said that it was aborted: the
+    next refit asks for that before it packs anything, also where it is like the last one."""
+    monkeypatch.setattr(PackingPlan, "ahead", ahead)
+    weights = {name: TENSORS[name] for name in "abcd"}
+
+    async def scene() -> None:
+        async with AsyncDaemon.connect(peer.endpoint, bucket_bytes=128) as client:
+            refit = asyncio.create_task(client.refit(weights))
+            opened = await asyncio.to_thread(grant, peer)
+            buckets = [Path(f"/proc/self/fd/{segment.fd}") for segment in opened.segments]
+            await asyncio.to_thread(begin, peer)
+            for command in (ApplyBucket, ApplyBucket, FinishRefit):
+                await asyncio.to_thread(peer.next, command)
+            refit.cancel()
+            await asyncio.to_thread(peer.next, AbortRefit)
+            refit.cancel()
+            await asyncio.wait({refit})
+            held = [bucket.read_bytes() for bucket in buckets]
+            again = asyncio.create_task(client.refit({name: tensor + 1 for name, tensor in weights.items()}))
+            released = await asyncio.to_thread(peer.next)
+            assert [bucket.read_bytes() for bucket in buckets] == held
+            assert isinstance(released.body, ReleaseWriter)
+            released.reply(WriterReleased())
+            await asyncio.to_thread(grant, peer)
+            await asyncio.to_thread(begin, peer)
+            await asyncio.to_thread(finish_begun, peer, 2)
+            assert await again == REPORT
+
+    asyncio.run(scene())
 
 
 def test_first_buckets_are_sent_behind_a_begin_that_says_nothing_new(peer: Peer, client: Daemon) -> None:

@@ -435,6 +435,7 @@ def answer_until(peer: Peer, command: type[Request], answer: Reply | None = None
     while not isinstance((asked := peer.next()).body, command):
         answers = {
             GetStatus: STATUS,
+            ReleaseWriter: WriterReleased(),
             AcquireWriter: WriterAcquired(epoch=7),
             OpenSource: SourceOpened(source=1, path="plan", tensors=1, size_bytes=1, unplanned=[]),
             ValidateRefit: RefitValidated(version=4, path="plan", restorable_version=3, milliseconds=0.1),

@@ -98,9 +98,14 @@ class OneRefit:
         self._number = None
         with unless_restarted():
             command = AbortRefit(epoch=self._epoch, refit=number)
-            await self._connection.request(
-                command, RefitAborted, timeout_seconds=timeout_seconds, reconnect_seconds=RECONNECT_SECONDS
-            )
+            try:
+                await self._connection.request(
+                    command, RefitAborted, timeout_seconds=timeout_seconds, reconnect_seconds=RECONNECT_SECONDS
+                )
+            except BaseException as failure:
+                if not is_answer(failure):
+                    self._role.doubt()
+                raise
 
     def _abort_seconds(self, error: BaseException) -> float:
         return patience(error, self._timeout_seconds)

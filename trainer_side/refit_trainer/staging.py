@@ -72,6 +72,8 @@ class Staging:
         self._planned: _Planned | None = None
         self._held = MappingLayout()
         self._learned: Layout = {}
+        # False where the last refit that sent some was not committed.
+        self._are_read = True
         self._in_use = threading.Lock()
 
     def close(self) -> None:
@@ -143,7 +145,7 @@ class Staging:
         """What these tensors are packed by if they are like the last ones in all that has not been looked at yet; only
         where that saves time."""
         planned = self._planned
-        if planned is None or planned.plan.ahead == 1 or not target.may_begin_again:
+        if planned is None or planned.plan.ahead == 1 or not (target.may_begin_again and self._are_read):
             return None
         is_last = planned.layout is self._held.layout and planned.max_pieces == target.max_pieces
         return planned if is_last and self._held.is_named_alike(held) else None
@@ -173,7 +175,7 @@ class Staging:
         except _OthersHaveComeError:
             yield beginning.take_back()
             raise
-        return (yield from _sent(target, beginning, filled, packed))
+        return (yield from self._sent(target, beginning, filled, packed))
 
     def _packed_presumably(self, plan: PackingPlan, tensors: list[torch.Tensor]) -> Iterator[FilledBucket]:
         """No tensor is read that has another shape than its pieces were made for. Raises `_OthersHaveComeError`."""
@@ -194,12 +196,15 @@ class Staging:
         """Where packing is only enqueued, the role and the gate are waited for meanwhile."""
         if not held:
             raise ValueError(NOTHING)
+        if not self._are_read:
+            # Who has the role knows that of what was given up nothing is under way any more.
+            yield beginning.enter()
         beginning.buckets = self._large_enough(layout, next(iter(held.values())).device)
         plan = self._plan_of(held, layout, target.max_pieces)
         if plan.ahead > 1:
             yield Started(beginning.start())
         packed = _synchronised(plan.pack([*held.values()]), beginning.buckets)
-        return (yield from _sent(target, beginning, [*islice(packed, plan.ahead)], packed))
+        return (yield from self._sent(target, beginning, [*islice(packed, plan.ahead)], packed))
 
     def _run_in_order(
         self, target: BucketTarget[_Report], tensors: Iterator[NamedTensor], layout: Layout, beginning: Beginning
@@ -213,7 +218,23 @@ class Staging:
         buckets = beginning.buckets = self._large_enough(layout, first[1].device)
         filling = pack(chain([first], tensors), layout, buckets.views, target.max_pieces, self._places)
         packed = _synchronised(filling, buckets)
-        return (yield from _sent(target, beginning, [*islice(packed, 1)], packed))
+        return (yield from self._sent(target, beginning, [*islice(packed, 1)], packed))
+
+    def _sent(
+        self,
+        target: BucketTarget[_Report],
+        beginning: Beginning,
+        filled: list[FilledBucket],
+        packed: Iterator[FilledBucket],
+    ) -> Steps[_Report]:
+        """What is filled, and what is still to be packed."""
+        assert beginning.buckets is not None, "they are filled"
+        self._are_read = False
+        awake_seconds = AWAKE_SECONDS.get(beginning.buckets.views[0].device.type, 0.0)
+        yield Soon(beginning.go_on(filled), awake_seconds)
+        report: _Report = yield from sent(target, packed, awake_seconds)
+        self._are_read = True
+        return report
 
     def _plan_of(self, names: Iterable[str], layout: Layout, max_pieces: int) -> PackingPlan:
         planned = self._planned
@@ -287,16 +308,6 @@ class _Turn:
 
     async def leave(self) -> None:
         self.end()
-
-
-def _sent(
-    target: BucketTarget[_Report], beginning: Beginning, filled: list[FilledBucket], packed: Iterator[FilledBucket]
-) -> Steps[_Report]:
-    """What is filled, and what is still to be packed."""
-    assert beginning.buckets is not None, "they are filled"
-    awake_seconds = AWAKE_SECONDS.get(beginning.buckets.views[0].device.type, 0.0)
-    yield Soon(beginning.go_on(filled), awake_seconds)
-    return (yield from sent(target, packed, awake_seconds))
 
 
 def _ending(beginning: Beginning, steps: Steps[_Report]) -> Steps[_Report]:

@@ -58,6 +58,7 @@ class WriterRole:
         self._sources: list[_Source] = []
         self._announced: dict[int, list[TensorShape]] = {}
         self._layouts: dict[int, dict[int, FilledBucket]] = {}
+        self._is_in_doubt = False
 
     async def acquire(self, *, takeover: bool, timeout_seconds: float) -> None:
         async with self._lock:
@@ -80,6 +81,11 @@ class WriterRole:
         """
         self._forget()
         await self._connection.request(ReleaseWriter(), WriterReleased, timeout_seconds=timeout_seconds)
+        self._is_in_doubt = False
+
+    def doubt(self) -> None:
+        """Nobody knows whether what was begun has ended: the role is given up before it is entered the next time."""
+        self._is_in_doubt = True
 
     async def end_unanswered(self, error: BaseException, *, timeout_seconds: float) -> None:
         """Inside `enter()` and `leave()`, or by a rank that lends its memory to the writer's refit: to be told what a
@@ -102,8 +108,11 @@ class WriterRole:
             await self.leave()
 
     async def enter(self, timeout_seconds: float) -> int:
+        """The epoch, in which nothing is under way that was given up before."""
         await self._lock.acquire()
         try:
+            if self._is_in_doubt:
+                await self.give_up(timeout_seconds=timeout_seconds)
             if self._epoch is None or self._session != self._connection.welcome.session:
                 await self._acquire(takeover=False, timeout_seconds=timeout_seconds)
             assert self._epoch is not None, "acquired above"
