@@ -375,6 +375,26 @@ def test_cancelled_refit_lets_go_of_the_role(peer: Peer, work: object, command: 
     asyncio.run(cancelled())
 
 
+def test_a_role_is_given_up_before_it_is_taken_anew(peer: Peer) -> None:
+    """Also after a second cancellation: what the daemon gave up later would be the new one, under a refit."""
+
+    async def scene() -> None:
+        async with AsyncDaemon.connect(peer.endpoint) as client:
+            refit = asyncio.create_task(client.refit(TENSORS))
+            await asyncio.to_thread(answer_until, peer, BeginRefit)
+            refit.cancel()
+            await asyncio.to_thread(peer.next, ReleaseWriter)
+            refit.cancel()
+            await asyncio.wait({refit})
+            again = asyncio.create_task(client.refit(TENSORS))
+            (await asyncio.to_thread(peer.next, ReleaseWriter)).reply(WriterReleased())
+            await asyncio.to_thread(answer_until, peer, BeginRefit, RefitBegan(refit=5, version=4))
+            await asyncio.to_thread(finish_begun, peer, 1)
+            assert await again == REPORT
+
+    asyncio.run(scene())
+
+
 def test_a_second_cancellation_does_not_keep_the_abort_from_the_daemon(peer: Peer) -> None:
     """Whenever it comes: the gate would stay shut until the deadline."""
 

@@ -80,6 +80,8 @@ class WriterRole:
         hangs on the role: after this nothing of it waits any more, and none of our memory is read.
         """
         self._forget()
+        # Until it is answered: the role that is asked for meanwhile would be given up by it.
+        self._is_in_doubt = True
         await self._connection.request(ReleaseWriter(), WriterReleased, timeout_seconds=timeout_seconds)
         self._is_in_doubt = False
 
