@@ -21,7 +21,9 @@ from refit_protocol.messages import (
     RefitBegan,
     RefitCommitted,
     RefitHeld,
+    ReleaseWriter,
     SourceOpened,
+    WriterReleased,
 )
 from refit_protocol.states import EngineState
 from refit_protocol.tensors import BucketPiece, DType, MemfdSegment, TensorShape
@@ -63,6 +65,9 @@ class Trainer:
     async def hold(self, refit: int) -> RefitHeld:
         command = FinishRefit(epoch=self._epoch, refit=refit, hold=True)
         return await self.scripted.ask(self._session, command, RefitHeld)
+
+    async def release(self) -> WriterReleased:
+        return await self.scripted.ask(self._session, ReleaseWriter(), WriterReleased)
 
     async def abort(self, refit: int) -> RefitAborted:
         return await self.scripted.ask(self._session, AbortRefit(epoch=self._epoch, refit=refit), RefitAborted)
@@ -237,6 +242,22 @@ def test_the_end_goes_to_the_workers_behind_the_last_bucket(run: Callable[..., N
         apply.may_end.set()
         assert (await applied).refit == began.refit
         assert (await committed).report.version == trainer.gate.version == 2
+
+    run(work)
+
+
+def test_the_role_is_given_up_before_anybody_is_told(run: Callable[..., None]) -> None:
+    """Also who asks for it a second time: else the role that comes next would be what is given up."""
+
+    async def work(trainer: Trainer) -> None:
+        close = trainer.llm.hold("refitd_close_source")
+        first = asyncio.create_task(trainer.release())
+        await close.begun.wait()
+        second = asyncio.create_task(trainer.release())
+        await turns()
+        assert not second.done()
+        close.may_end.set()
+        await asyncio.gather(first, second)
 
     run(work)
 

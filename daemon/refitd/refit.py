@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -68,6 +69,8 @@ class Refit:
         self._engine = engine
         self._gate = gate
         self._commit = commit
+        # Of one session one after the other: what goes on behind an answer would end what is begun next.
+        self._letting_go: WeakKeyDictionary[Session, asyncio.Lock] = WeakKeyDictionary()
         self.writer = Writer(epoch)
         self._ids = itertools.count(1)
         self._running = Running()
@@ -300,12 +303,13 @@ class Refit:
 
     async def _let_go(self, session: Session, why: str) -> None:
         self._sources.rank_left(session, why)
-        if self.writer.session is session:
-            self._sources.end_groups(_writer_changed())
-        await self._running.leave_windows(session, why)
-        await self._window.let_go(session, why)
-        await self._sources.close_all_of(session)
-        self.writer.release(session)
+        async with self._letting_go.setdefault(session, asyncio.Lock()):
+            if self.writer.session is session:
+                self._sources.end_groups(_writer_changed())
+            await self._running.leave_windows(session, why)
+            await self._window.let_go(session, why)
+            await self._sources.close_all_of(session)
+            self.writer.release(session)
 
 
 def _writer_changed() -> ProtocolError:
