@@ -30,7 +30,7 @@ from refit_trainer.early_commit import EarlyCommit
 from refit_trainer.errors import DaemonRestarted, RefitdError
 from refit_trainer.one_refit import OneRefit
 from refit_trainer.refits import CommitOptions
-from refit_trainer.steps import Soon, Started, Steps
+from refit_trainer.steps import Soon, Started, Steps, ending
 from refit_trainer.writer import WriterRole
 
 if TYPE_CHECKING:
@@ -325,21 +325,18 @@ def refit_in_place(
     On the thread that has enqueued the writes; where the daemon waits for it, that looks at the module while the
     message is on its way. Raises `NotShareable`.
     """
-    try:
-        yield Started(refit.begin_early(shared, only, options))
-        shared.require_in_place()
-        shared.memory.synchronise()
-        early: EarlyCommit | None = refit.early or (yield refit.begun_early())
-        if early is not None:
-            early.release()
-        ending = refit.in_place(shared, only, options) if early is None else refit.committed(shared)
-        report: RefitReport = yield Soon(ending, awake_seconds(shared))
-    except BaseException as error:
-        try:
-            yield refit.end(error)
-        except BaseException:
-            # Where not even that had begun when it was interrupted.
-            yield refit.end(error)
-            raise
-        raise
+    return (yield from ending(_in_place(refit, shared, only, options), refit.end))
+
+
+def _in_place(
+    refit: DaemonRefit, shared: SharedModule, only: list[str] | None, options: CommitOptions
+) -> Steps[RefitReport]:
+    yield Started(refit.begin_early(shared, only, options))
+    shared.require_in_place()
+    shared.memory.synchronise()
+    early: EarlyCommit | None = refit.early or (yield refit.begun_early())
+    if early is not None:
+        early.release()
+    work = refit.in_place(shared, only, options) if early is None else refit.committed(shared)
+    report: RefitReport = yield Soon(work, awake_seconds(shared))
     return report

@@ -33,7 +33,7 @@ from refit_trainer.layouts import (
 from refit_trainer.packing import ALIGNMENT_BYTES, FilledBucket, Places, pack, share_bytes
 from refit_trainer.packing_plan import PackingPlan
 from refit_trainer.refits import CommitOptions
-from refit_trainer.steps import Soon, Started, Steps
+from refit_trainer.steps import Soon, Started, Steps, ending
 
 # A GPU lets two processes take turns, and each change takes it time: most is gained where one turn is all buckets.
 BUCKETS = {"cpu": 2, "cuda": 4}
@@ -131,12 +131,11 @@ class Staging:
             coming = _selected(coming, layout)
         begin = partial(target.begin, tensors=[*layout.values()], options=options, partial=only is not None)
         beginning = Beginning(target, begin)
-        report = yield from _ending(
-            beginning,
-            self._run_planned(target, coming, layout, beginning)
-            if isinstance(coming, dict)
-            else self._run_in_order(target, coming, layout, beginning),
-        )
+        if isinstance(coming, dict):
+            run = self._run_planned(target, coming, layout, beginning)
+        else:
+            run = self._run_in_order(target, coming, layout, beginning)
+        report = yield from ending(run, beginning.end)
         if only is None and not isinstance(weights, Mapping):
             self._learned = layout
         return report
@@ -158,7 +157,8 @@ class Staging:
         begin = partial(target.begin, tensors=[*planned.layout.values()], options=options, partial=False)
         beginning = Beginning(target, begin)
         beginning.buckets = self._buckets
-        return (yield from _ending(beginning, self._send_presumed(target, [*held.values()], planned.plan, beginning)))
+        run = self._send_presumed(target, [*held.values()], planned.plan, beginning)
+        return (yield from ending(run, beginning.end))
 
     def _send_presumed(
         self, target: BucketTarget[_Report], tensors: list[torch.Tensor], plan: PackingPlan, beginning: Beginning
@@ -308,20 +308,6 @@ class _Turn:
 
     async def leave(self) -> None:
         self.end()
-
-
-def _ending(beginning: Beginning, steps: Steps[_Report]) -> Steps[_Report]:
-    """Whatever ends `steps` early, what was begun is ended."""
-    try:
-        return (yield from steps)
-    except BaseException as error:
-        try:
-            yield beginning.end(error)
-        except BaseException:
-            # Where not even that had begun when it was interrupted.
-            yield beginning.end(error)
-            raise
-        raise
 
 
 def _selected(coming: Coming, names: Container[str]) -> Coming:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -43,6 +43,20 @@ class Loop(Protocol):
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> object:
         """`work` begins before whatever is handed in later."""
+
+
+def ending(steps: Steps[Result], end: Callable[[BaseException], Coroutine[Any, Any, None]]) -> Steps[Result]:
+    """Whatever ends `steps` early, `end` is told of it, and does nothing the second time."""
+    try:
+        return (yield from steps)
+    except BaseException as error:
+        try:
+            yield end(error)
+        except BaseException:
+            # Where not even that had begun when it was interrupted.
+            yield end(error)
+            raise
+        raise
 
 
 async def walk(steps: Steps[Result]) -> Result:
