@@ -170,7 +170,8 @@ class Staging:
             first = next(packed)
             yield Started(beginning.start())
             filled = [first, *islice(packed, plan.ahead - 1)]
-            if not self._held.is_shaped_alike(tensors):
+            # Of those that are filled it is known.
+            if not self._held.is_shaped_alike(tensors, slice(plan.parts[len(filled) - 1].stop, None)):
                 raise _OthersHaveComeError
         except _OthersHaveComeError:
             yield beginning.take_back()
