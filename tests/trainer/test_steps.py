@@ -35,6 +35,10 @@ async def doubled(number: int) -> int:
     return 2 * number
 
 
+async def forever() -> None:
+    await asyncio.Event().wait()
+
+
 async def failing() -> None:
     raise ValueError("a step failed")
 
@@ -146,7 +150,7 @@ def test_cancellation_is_cleaned_up_after() -> None:
 
     def steps() -> Steps[None]:
         try:
-            yield asyncio.sleep(3600)
+            yield forever()
         finally:
             cleaned.append((yield doubled(4)))
 
