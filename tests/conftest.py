@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from refit_protocol.messages import Status
 from refit_trainer import Daemon, Sampling, share_parameters
 from tests.daemon_process import DaemonProcess, running_daemon
 from tests.tiny_tokenizer import EOS_TOKEN_IDS, build_tokenizer
+from tests.wire import RawClient, raw_client
 from tests.worker.models import build_model, random_model
 
 PROMPT = [5, 60, 7, 400, 9]
@@ -85,6 +87,14 @@ def daemon(daemon_process: DaemonProcess, fresh_sample: tuple[list[int], list[fl
     """A fresh session on the session's daemon."""
     with daemon_process.connect() as connected:
         yield connected
+
+
+@pytest.fixture
+def writer(daemon_process: DaemonProcess) -> Iterator[RawClient]:
+    """A session of this process that speaks frames."""
+    with raw_client(daemon_process.endpoint) as client:
+        client.hello(pid=os.getpid())
+        yield client
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 from transformers import PreTrainedModel
@@ -25,16 +24,8 @@ from refit_protocol.tensors import CudaIpcSegment, MemfdSegment, Segment
 from refit_trainer import Daemon
 from refit_trainer.memory import Memfd
 from tests.canary import unharmed
-from tests.daemon_process import DaemonProcess
 from tests.lending import exported, lent
-from tests.wire import RawClient, raw_client
-
-
-@pytest.fixture
-def writer(daemon_process: DaemonProcess) -> Iterator[RawClient]:
-    with raw_client(daemon_process.endpoint) as client:
-        client.hello(pid=os.getpid())
-        yield client
+from tests.wire import RawClient
 
 
 def test_a_bell_that_nothing_waits_for_is_left_alone(daemon: Daemon, writer: RawClient, model: PreTrainedModel) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -40,13 +39,6 @@ from tests.canary import sing, unharmed
 from tests.conftest import load_seed
 from tests.daemon_process import DaemonProcess
 from tests.wire import RawClient, raw_client
-
-
-@pytest.fixture
-def writer(daemon_process: DaemonProcess) -> Iterator[RawClient]:
-    with raw_client(daemon_process.endpoint) as client:
-        client.hello(pid=os.getpid())
-        yield client
 
 
 @pytest.fixture

@@ -55,13 +55,6 @@ NAMES = ["model.norm.weight", "model.layers.0.mlp.down_proj.weight"]
 AT_ONCE = 0.001
 
 
-@pytest.fixture
-def writer(daemon_process: DaemonProcess) -> Iterator[RawClient]:
-    with raw_client(daemon_process.endpoint) as client:
-        client.hello(pid=os.getpid())
-        yield client
-
-
 def open_source(client: RawClient, model: PreTrainedModel) -> tuple[int, int]:
     epoch = client.ask(AcquireWriter(takeover=True), WriterAcquired).epoch
     return epoch, client.ask(lent(model, epoch), SourceOpened).source

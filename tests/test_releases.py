@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from refit_protocol.bell import BELL_BYTES, withdrawal
+from refit_protocol.bell import withdrawal
 from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import (
     AcquireWriter,
@@ -22,8 +20,8 @@ from refit_protocol.messages import (
 )
 from refit_protocol.states import EngineState
 from refit_trainer import AsyncDaemon, Daemon, NotShareable, share_parameters
-from refit_trainer.early_commit import EarlyCommit, ReleaseWord
-from refit_trainer.memory import Memfd, MemfdMemory
+from refit_trainer.early_commit import EarlyCommit
+from refit_trainer.memory import MemfdMemory
 from refit_trainer.sharing import SharedModule
 from tests.canary import unharmed
 from tests.conftest import load_seed
@@ -32,31 +30,19 @@ from tests.gpu.peers import peer
 from tests.lending import HostBell, lent
 from tests.test_in_flight import Running
 from tests.waiting import until
-from tests.wire import RawClient, raw_client
+from tests.wire import RawClient
 from tests.worker.models import random_model
 
 # --- by messages ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def writer(daemon_process: DaemonProcess) -> Iterator[RawClient]:
-    with raw_client(daemon_process.endpoint) as client:
-        client.hello(pid=os.getpid())
-        yield client
+def bell() -> HostBell:
+    return HostBell()
 
 
 @pytest.fixture
-def bell() -> Memfd:
-    return Memfd("bell", BELL_BYTES)
-
-
-@pytest.fixture
-def word(bell: Memfd) -> ReleaseWord:
-    return ReleaseWord(bell.view.numpy())
-
-
-@pytest.fixture
-def opened(daemon: Daemon, writer: RawClient, model: PreTrainedModel, bell: Memfd) -> tuple[int, int]:
+def opened(daemon: Daemon, writer: RawClient, model: PreTrainedModel, bell: HostBell) -> tuple[int, int]:
     """(epoch, in-place source with a bell) of weights B in the shared model; the daemon serves weights A."""
     daemon.refit(model)
     load_seed(model, 1)
@@ -71,7 +57,7 @@ def until_refitting(daemon: Daemon) -> None:
 
 
 def test_what_is_there_when_it_is_released_is_served(
-    daemon: Daemon, writer: RawClient, model: PreTrainedModel, opened: tuple[int, int], word: ReleaseWord
+    daemon: Daemon, writer: RawClient, model: PreTrainedModel, opened: tuple[int, int], bell: HostBell
 ) -> None:
     """Not what was there when the commit was sent; the second time, too, where plain copies do it all."""
     epoch, source = opened
@@ -79,23 +65,23 @@ def test_what_is_there_when_it_is_released_is_served(
         writer.post(CommitRefit(epoch=epoch, source=source, release=release))
         until_refitting(daemon)
         load_seed(model, seed)
-        word.write(release)
+        bell.release.write(release)
         assert isinstance(writer.receive().body, RefitCommitted)
         assert daemon.verify(model, full=True)
 
 
 def test_what_is_withdrawn_changes_nothing(
-    daemon: Daemon, writer: RawClient, model: PreTrainedModel, opened: tuple[int, int], word: ReleaseWord
+    daemon: Daemon, writer: RawClient, model: PreTrainedModel, opened: tuple[int, int], bell: HostBell
 ) -> None:
     """And the next commit from the same source is one like any other."""
     epoch, source = opened
     with unharmed(daemon):
         writer.post(CommitRefit(epoch=epoch, source=source, release=2))
         until_refitting(daemon)
-        word.write(withdrawal(2))
+        bell.release.write(withdrawal(2))
         refused = writer.receive().body
         assert (refused.code, "withdrawn" in refused.message) == (ErrorCode.REFIT_FAILED, True)  # type: ignore[union-attr]
-    word.write(4)
+    bell.release.write(4)
     writer.ask(CommitRefit(epoch=epoch, source=source, release=4), RefitCommitted)
     assert daemon.verify(model, full=True)
 

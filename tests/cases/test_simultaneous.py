@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 from transformers import PreTrainedModel
@@ -37,13 +36,6 @@ from tests.wire import RawClient, raw_client
 
 # More than the engine takes at a time, so that they run for a while.
 MANY = 200
-
-
-@pytest.fixture
-def writer(daemon_process: DaemonProcess) -> Iterator[RawClient]:
-    with raw_client(daemon_process.endpoint) as client:
-        client.hello(pid=os.getpid())
-        yield client
 
 
 def opened(client: RawClient, model: PreTrainedModel, kind: str) -> tuple[int, int]:

@@ -8,24 +8,18 @@ import signal
 import msgspec
 import pytest
 
-from refit_protocol.bell import BELL_BYTES, withdrawal
+from refit_protocol.bell import withdrawal
 from refit_protocol.errors import ErrorCode, ProtocolError
-from refit_trainer.early_commit import ReleaseWord
-from refit_trainer.memory import Memfd
 from refitd.worker.release import Release, open_release
+from tests.lending import HostBell
 from tests.trainer.background import in_background
 
 NUMBER = 6
 
 
 @pytest.fixture
-def bell() -> Memfd:
-    return Memfd("bell", BELL_BYTES)
-
-
-@pytest.fixture
-def word(bell: Memfd) -> ReleaseWord:
-    return ReleaseWord(bell.view.numpy())
+def bell() -> HostBell:
+    return HostBell()
 
 
 def refused(release: Release, seconds: float = 30.0) -> ErrorCode:
@@ -34,28 +28,28 @@ def refused(release: Release, seconds: float = 30.0) -> ErrorCode:
     return error.value.code
 
 
-def test_it_waits_for_its_own_number(bell: Memfd, word: ReleaseWord) -> None:
+def test_it_waits_for_its_own_number(bell: HostBell) -> None:
     """Neither the commit before, released or withdrawn, nor the one behind is meant."""
     waiting, outcome = in_background(Release(bell.segment).wait, NUMBER)
     for other in (NUMBER - 2, withdrawal(NUMBER - 2), NUMBER + 2):
-        word.write(other)
+        bell.release.write(other)
         waiting.join(0.02)
         assert waiting.is_alive()
-    word.write(NUMBER)
+    bell.release.write(NUMBER)
     waiting.join(30)
     assert outcome == [None]
 
 
-def test_a_withdrawn_commit_is_refused(bell: Memfd, word: ReleaseWord) -> None:
-    word.write(withdrawal(NUMBER))
+def test_a_withdrawn_commit_is_refused(bell: HostBell) -> None:
+    bell.release.write(withdrawal(NUMBER))
     assert refused(Release(bell.segment)) is ErrorCode.REFIT_FAILED
 
 
-def test_a_trainer_that_says_nothing_is_not_waited_for_for_ever(bell: Memfd) -> None:
+def test_a_trainer_that_says_nothing_is_not_waited_for_for_ever(bell: HostBell) -> None:
     assert refused(Release(bell.segment), seconds=0.01) is ErrorCode.DEADLINE_EXCEEDED
 
 
-def test_a_trainer_that_is_gone_is_not_waited_for(bell: Memfd) -> None:
+def test_a_trainer_that_is_gone_is_not_waited_for(bell: HostBell) -> None:
     """Long before the time is over."""
     child = os.fork()
     if child == 0:
@@ -73,7 +67,7 @@ def test_a_trainer_that_is_gone_is_not_waited_for(bell: Memfd) -> None:
     assert outcome == [ErrorCode.MEMORY_UNAVAILABLE]
 
 
-def test_a_bell_that_cannot_be_opened_releases_nothing(bell: Memfd) -> None:
+def test_a_bell_that_cannot_be_opened_releases_nothing(bell: HostBell) -> None:
     """The source can be used all the same."""
     assert open_release(None) is None
     assert open_release(msgspec.structs.replace(bell.segment, fd=1 << 20)) is None
