@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from refit_protocol.bell import BELL_BYTES
+from refit_protocol.bell import BELL_BYTES, DONE_OFFSET_BYTES, WORD_STRIDE_BYTES
 from refit_protocol.messages import OpenSource
 from refit_protocol.tensors import MemfdSegment
 from refit_trainer.early_commit import ReleaseWord
@@ -13,11 +15,13 @@ from refit_trainer.sharing import SharedModule, shared_module
 
 
 class HostBell:
-    """Of memory on a CPU, which has none by itself: commits are released by it, and nothing waits to be rung for."""
+    """Of memory on a CPU, which has none by itself: commits are released by it, and nothing waits to be rung for.
+    `rung` is how often it was rung for what might stand by."""
 
     def __init__(self) -> None:
         self.memfd = Memfd("bell", BELL_BYTES)
         self.release = ReleaseWord(self.memfd.view.numpy())
+        self.rung = 0
 
     @property
     def segment(self) -> MemfdSegment:
@@ -27,6 +31,22 @@ class HostBell:
 
     def ring(self, _number: int, _workers: int) -> None:
         raise AssertionError("no copies wait on a CPU")
+
+    def ring_awaited(self) -> bool:
+        self.rung += 1
+        return True
+
+    def done(self, worker: int = 0) -> int:
+        """What the worker has told to be done."""
+        return int(self._done_word(worker)[0])
+
+    def tell_done(self, number: int, worker: int = 0) -> None:
+        """As the worker would."""
+        self._done_word(worker)[0] = number
+
+    def _done_word(self, worker: int) -> NDArray[np.uint32]:
+        begin = worker * WORD_STRIDE_BYTES + DONE_OFFSET_BYTES
+        return self.memfd.view.numpy()[begin : begin + 4].view("<u4")
 
     def await_ringing(self) -> None: ...
 

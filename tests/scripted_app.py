@@ -53,6 +53,8 @@ ANSWERS: Mapping[str, dict[str, Any]] = {
     "refitd_apply_bucket": {"bytes": 4},
     "refitd_validate": OPENED,
     "refitd_prepare": {"waiting": False},
+    "refitd_stand_by": {"waiting": True},
+    "refitd_give_way": {"wrote": False},
     "refitd_abort": {"wrote": False},
     "refitd_cache_is_finite": {"finite": False},
     "refitd_digest": DIGEST,

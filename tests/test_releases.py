@@ -86,6 +86,25 @@ def test_what_is_withdrawn_changes_nothing(
     assert daemon.verify(model, full=True)
 
 
+def test_what_is_done_is_told_by_the_bell_and_nothing_else_is(
+    daemon: Daemon, writer: RawClient, model: PreTrainedModel, opened: tuple[int, int], bell: HostBell
+) -> None:
+    """Neither a commit that was withdrawn, nor one that failed; before the answer, and by the proof of the plan as by
+    its copies."""
+    epoch, source = opened
+    for release in (2, 4):
+        bell.release.write(release)
+        writer.ask(CommitRefit(epoch=epoch, source=source, release=release), RefitCommitted)
+        assert bell.done() == release
+    bell.release.write(withdrawal(6))
+    writer.refused(CommitRefit(epoch=epoch, source=source, release=6))
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = float("nan")
+    bell.release.write(8)
+    refused = writer.refused(CommitRefit(epoch=epoch, source=source, release=8, check_finite=True))
+    assert (refused.code, bell.done()) == (ErrorCode.NOT_FINITE, 4)
+
+
 @pytest.mark.parametrize("release", [-2, 1, 1 << 32])
 def test_numbers_that_are_none_are_refused(
     daemon: Daemon, writer: RawClient, opened: tuple[int, int], release: int

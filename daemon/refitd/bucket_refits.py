@@ -240,9 +240,11 @@ class BucketRefits:
         """Also copies what was prepared in place, and publishes what is held."""
         assert isinstance(call.body, FinishRefit)
         refit = self._window.under_way(call.owner, call.body.epoch, call.body.refit)
-        yield Answer(await self._running.to_its_end(self._finish(refit, hold=call.body.hold)))
+        if call.body.done is not None:
+            refit.source.require_release(call.body.done)
+        yield Answer(await self._running.to_its_end(self._finish(refit, hold=call.body.hold, done=call.body.done)))
 
-    async def _finish(self, refit: OpenRefit, *, hold: bool) -> RefitHeld | RefitCommitted:
+    async def _finish(self, refit: OpenRefit, *, hold: bool, done: int | None) -> RefitHeld | RefitCommitted:
         async with refit.order:
             if not refit.source.replayed:
                 # The loader takes its time, which is not to be counted from here on.
@@ -250,7 +252,7 @@ class BucketRefits:
             self._window.require(refit)
             async with self._window.ended_by_failure(refit):
                 if refit.held is None:
-                    refit.held = await self._complete(refit)
+                    refit.held = await self._complete(refit, done)
                 self._window.require(refit)
                 if hold:
                     return refit.as_held()
@@ -258,15 +260,15 @@ class BucketRefits:
             await self._window.end(refit, None)
             return RefitCommitted(report=report)
 
-    async def _complete(self, refit: OpenRefit) -> list[dict[str, Any]]:
+    async def _complete(self, refit: OpenRefit, done: int | None) -> list[dict[str, Any]]:
         """Asked of the workers behind the last bucket; that one's failure ends the refit, and not what follows from
         it."""
         try:
-            return await self._completed(refit)
+            return await self._completed(refit, done)
         finally:
             await refit.all_applied()
 
-    async def _completed(self, refit: OpenRefit) -> list[dict[str, Any]]:
+    async def _completed(self, refit: OpenRefit, done: int | None) -> list[dict[str, Any]]:
         if (prepared := refit.preparation) is not None:
             refit.preparation = None
             self._window.watch(refit)
@@ -278,6 +280,7 @@ class BucketRefits:
                 "refitd_finish",
                 refit.ticket.attest,
                 refit.ticket.check_finite,
+                done,
                 timeout_seconds=self._config.refit.deadline_seconds,
                 writes=True,
                 direct=refit.source.replayed,

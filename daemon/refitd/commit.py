@@ -48,7 +48,8 @@ log = structlog.get_logger()
 
 @dataclass
 class Ticket:
-    """One refit's terms, and the clock of its phases; `waited_seconds` for its trainer are not its own."""
+    """One refit's terms, and the clock of its phases; `waited_seconds` for its trainer are not its own. `stands`: it is
+    the one that stands by, and does not give way."""
 
     version: int
     policy: InflightPolicy
@@ -59,6 +60,7 @@ class Ticket:
     started: float = field(default_factory=time.monotonic)
     shut: float = 0.0
     waited_seconds: float = 0.0
+    stands: bool = False
     _withdrawn: str | None = None
     _waiting: asyncio.Future[None] | None = None
 
@@ -129,6 +131,8 @@ class Commit:
         self._rehearsed = 0.0
         self.reports: deque[RefitReport] = deque(maxlen=REPORTS_KEPT)
         self.abort_requests: Callable[[ErrorCode], Awaitable[None]] = _nothing_to_abort
+        # Before a window or a change of sleep, as long as a refit stands by.
+        self.give_way: Callable[[], Awaitable[None]] | None = None
         self.on_committed: Callable[[RefitReport], None] = lambda _report: None
         self.on_failed: Callable[[ProtocolError], None] = lambda _error: None
         self.on_restored: Callable[[], None] = lambda: None
@@ -237,7 +241,7 @@ class Commit:
 
         The body must `publish` or raise.
         """
-        async with self.cleaning.order:
+        async with self._exclusively(ticket):
             # Again, since a task lies between the ticket and this: no await may come between the check and the step.
             self._check(ticket)
             was_torn = self._gate.state is EngineState.TORN
@@ -261,6 +265,23 @@ class Commit:
         self._gate.sleep = sleep_after
         self._gate.refit_ended(EngineEvent.REFIT_COMMITTED)
         await self._keep_committed()
+
+    @asynccontextmanager
+    async def _exclusively(self, ticket: Ticket) -> AsyncIterator[None]:
+        """Nothing is cleaned, and no other refit stands by."""
+        while True:
+            if not ticket.stands:
+                await self.stand_down()
+            async with self.cleaning.order:
+                # One may have risen while the cleaning was waited for; its own commit may need the order to end it.
+                if ticket.stands or self.give_way is None:
+                    yield
+                    return
+
+    async def stand_down(self) -> None:
+        """No refit stands by when this returns; nothing may be awaited between that and whatever relies on it."""
+        while self.give_way is not None:
+            await self.give_way()
 
     async def publish(self, ticket: Ticket, answers: Sequence[dict[str, Any]]) -> RefitReport:
         """All workers hold the new bytes: the version becomes the one served."""

@@ -154,6 +154,8 @@ class Engine:
         self.on_nan: Callable[[], None] = lambda: None
         # In every turn of the loop while it is awake for an answer.
         self.meanwhile: Callable[[], None] = lambda: None
+        # Before the workers do anything else, as long as a refit stands by.
+        self.give_way: Callable[[], Awaitable[None]] | None = None
         self._dead = False
         # Each with whether its answer may take long.
         self._waiting: dict[asyncio.Timeout, bool] = {}
@@ -210,13 +212,23 @@ class Engine:
     # --- workers ------------------------------------------------------------------------------------------------------
 
     async def call_workers(
-        self, method: str, *args: Any, timeout_seconds: float, writes: bool = False, direct: bool = False
+        self,
+        method: str,
+        *args: Any,
+        timeout_seconds: float,
+        writes: bool = False,
+        direct: bool = False,
+        standing: bool = False,
     ) -> list[dict[str, Any]]:
         """One answer per worker of each replica, by rank. Raises `WorkerError` if any refuses, `engine_dead` when late.
+
+        What stands by gives way to every call but those of `standing`, its own.
 
         `direct` allows the short way, for calls that need nothing of vLLM's: it is taken while the engine stands still.
         vLLM's own RPC timeout is not used: after it expires every later call gets the answer of the one before.
         """
+        while not standing and self.give_way is not None:
+            await self.give_way()
         answers = await self._answer(self._sent(method, args, direct), method, timeout_seconds)
         raise_worker_error(answers, writes=writes)
         return list(answers)
@@ -271,6 +283,11 @@ class Engine:
     def is_still(self) -> bool:
         """Whether nothing can start a step: all requests ended, or frozen, and an answer came from the engine since."""
         return self._still_after == self.llm.requests_added
+
+    @property
+    def requests_added(self) -> int:
+        """Since it was loaded."""
+        return self.llm.requests_added
 
     async def settle(self, timeout_seconds: float) -> None:
         """To be called when no request runs: afterwards the engine is still until the next one comes."""

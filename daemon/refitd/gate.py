@@ -54,6 +54,8 @@ class Gate:
         self.on_publish: list[Callable[[int], Awaitable[None]]] = []
         self.on_change: Callable[[EngineState], None] = lambda _state: None
         self.on_idle: Callable[[], None] = lambda: None
+        # Before anybody passes, as long as a refit stands by.
+        self.give_way: Callable[[], Awaitable[None]] | None = None
 
     @property
     def open(self) -> bool:
@@ -109,6 +111,8 @@ class Gate:
         The caller must hand its request to the engine before it awaits anything else.
         Raises the state's typed error, `too_many_requests`, `version_unavailable` or `deadline_exceeded`.
         """
+        while self.give_way is not None:
+            await self.give_way()
         if self._passes(min_version):
             return self.version
         if self.waiting >= self._max_waiting:

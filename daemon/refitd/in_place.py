@@ -35,6 +35,7 @@ async def write_in_place(
         timeout_seconds=config.deadline_seconds + (0.0 if release is None else RELEASE_SECONDS),
         writes=True,
         direct=source.replayed,
+        standing=ticket.stands,
     )
     source.note_written(answers)
     return answers

@@ -56,6 +56,7 @@ class Power:
         yield self._answer()
 
     async def _fall_asleep(self, body: Sleep) -> None:
+        await self._commit.stand_down()
         self._refuse_unless((EngineState.READY, EngineState.ASLEEP))
         with self._commit.exclusive("a change of sleep"):
             async with self._commit.cleaning.order:
@@ -85,6 +86,7 @@ class Power:
         await self._gate.until_idle(deadline - time.monotonic())
 
     async def _wake(self, tags: Sequence[SleepTag] | None) -> None:
+        await self._commit.stand_down()
         self._refuse_unless((EngineState.READY, EngineState.ASLEEP))
         with self._commit.exclusive("a change of sleep"):
             await self._change_to_awake(tags)

@@ -54,6 +54,7 @@ from refitd.running import Running
 from refitd.sessions import Answer, Call, Session
 from refitd.source import Source
 from refitd.sources import Sources
+from refitd.standing import StandBy
 from refitd.terms import hold_seconds, ticket_for, wait_seconds
 from refitd.writer import Writer
 
@@ -74,7 +75,8 @@ class Refit:
         self.writer = Writer(epoch)
         self._ids = itertools.count(1)
         self._running = Running()
-        self._sources = Sources(config, engine, commit, self.writer, self._ids, self._running.run)
+        self._standing = StandBy(config.refit, engine, gate, commit, self._ids)
+        self._sources = Sources(config, engine, commit, self.writer, self._standing, self._ids, self._running.run)
         self._window = OpenWindow(config.refit, engine, commit, self.writer, self._sources, self._running)
         self.buckets = BucketRefits(config, engine, gate, commit, self._sources, self._window, self._running, self._ids)
 
@@ -108,6 +110,7 @@ class Refit:
     async def settle(self) -> None:
         """Ends what is open, gives up what waits, and waits for what writes; afterwards no refit is or will be open."""
         self._commit.drain()
+        self._standing.stop()
         self._sources.end_groups(ProtocolError(ErrorCode.DRAINING, STOPPING))
         self._running.withdraw_all(STOPPING)
         while self._window.refit is not None or self._running.tasks:
@@ -186,6 +189,7 @@ class Refit:
         """One pass over the bytes, straight from the trainer's parameters."""
         assert isinstance(call.body, CommitRefit)
         body = call.body
+        await self._standing.known()
         group = self._sources.usable(call.owner, body.epoch, body.source).group
         if group is None:
             yield Answer(await self._commit_now(body))
@@ -196,20 +200,31 @@ class Refit:
     async def _commit_now(self, body: CommitRefit) -> RefitHeld | RefitCommitted:
         source = self._sources.find(body.source)
         source.require("inplace")
-        if body.release is not None:
-            source.require_release(body.release)
-        if source.replayed and not self._commit.is_busy:
-            # First of all, since everything else is done meanwhile.
-            self._engine.rehearse_in_workers(source.id)
-        ticket = ticket_for(body, self._commit, self._config.refit, partial=body.only is not None)
+        try:
+            ticket = self._ticket_in_place(source, body)
+        except ProtocolError as error:
+            await self._standing.refused(source, error.message)
+            raise
         if body.hold:
             return await self._running.in_window(source.session, ticket, self._hold_in_place(source, body, ticket))
         report = await self._running.in_window(source.session, ticket, self._commit_in_place(source, body, ticket))
+        self._standing.want(source, ticket)
         return RefitCommitted(report=report)
 
+    def _ticket_in_place(self, source: Source, body: CommitRefit) -> Ticket:
+        if body.release is not None:
+            source.require_release(body.release)
+        if source.replayed and not self._commit.is_busy and not self._standing.is_up:
+            # First of all, since everything else is done meanwhile.
+            self._engine.rehearse_in_workers(source.id)
+        ticket = ticket_for(body, self._commit, self._config.refit, partial=body.only is not None)
+        ticket.stands = self._standing.is_for(source, ticket, hold=body.hold)
+        return ticket
+
     async def _commit_in_place(self, source: Source, body: CommitRefit, ticket: Ticket) -> RefitReport:
-        async with self._commit.window(ticket):
+        async with self._standing.refused_by_failure(source), self._commit.window(ticket):
             answers = await write_in_place(self._engine, self._config.refit, source, body.only, ticket, body.release)
+            self._standing.committed(ticket)
             return await self._commit.publish(ticket, answers)
 
     async def _hold_in_place(self, source: Source, body: CommitRefit, ticket: Ticket) -> RefitHeld:

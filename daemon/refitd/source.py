@@ -30,6 +30,7 @@ class Source:
     `session` is the writer's; a `group` has other ranks of the trainer, which lend memory too. `broadcasts` are those
     of a collective source's last refit. `layouts` are the numbers that pieces have, to the workers too, and their
     buckets; they hold for the tensors that are `announced`. `releases`: whether every worker can wait for a release.
+    `stands_by`: whether its trainer wants a refit to stand by.
     """
 
     id: int
@@ -38,6 +39,7 @@ class Source:
     segments: tuple[Segment, ...]
     replayed: bool = False
     releases: bool = False
+    stands_by: bool = False
     broadcasts: BroadcastLayout | None = None
     announced: dict[str, TensorShape] | None = None
     layouts: dict[int, int] = field(default_factory=dict)

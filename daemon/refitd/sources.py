@@ -21,6 +21,7 @@ from refitd.groups import Group, Groups, Run, merged
 from refitd.ranks import combine_paths, combine_unplanned
 from refitd.sessions import Session
 from refitd.source import Source
+from refitd.standing import StandBy
 from refitd.writer import Writer
 
 
@@ -28,12 +29,20 @@ class Sources:
     """Opens and closes; `run` lets work go on when who asked for it is gone. Belongs to the event loop's thread."""
 
     def __init__(
-        self, config: Config, engine: Engine, commit: Commit, writer: Writer, ids: Iterator[int], run: Run
+        self,
+        config: Config,
+        engine: Engine,
+        commit: Commit,
+        writer: Writer,
+        standing: StandBy,
+        ids: Iterator[int],
+        run: Run,
     ) -> None:
         self._config = config
         self._engine = engine
         self._commit = commit
         self._writer = writer
+        self._standing = standing
         self._ids = ids
         self._sources: dict[int, Source] = {}
         self._opening = 0
@@ -102,6 +111,7 @@ class Sources:
         if self._sources.pop(source.id, None) is not None:
             if source.group is not None:
                 source.group.dissolve(ProtocolError(ErrorCode.UNKNOWN_SOURCE, f"source {source.id} has been closed"))
+            await self._standing.forget(source)
             await self._engine.call_workers(
                 "refitd_close_source", source.id, timeout_seconds=self._config.refit.deadline_seconds
             )
@@ -140,6 +150,7 @@ class Sources:
                 timeout_seconds=self._config.refit.deadline_seconds,
             )
         source.releases = all(answer["release"] for answer in answers)
+        source.stands_by = body.stand_by and body.bell is not None and body.kind == "inplace"
         self._sources[source.id] = source
         if source.abandoned or self._writer.session is not session:
             await self.close(source)
@@ -150,6 +161,7 @@ class Sources:
             size_bytes=sum(int(answer["bytes"]) for answer in answers),
             unplanned=combine_unplanned(answers),
             release=source.releases,
+            workers=len(answers),
         )
 
     @contextmanager
@@ -190,8 +202,8 @@ def _check_source(session: Session, body: OpenSource) -> None:
 def _check_bell(body: OpenSource) -> None:
     if body.bell is None:
         return
-    if body.kind != "inplace" or body.member is not None:
-        message = "a bell is for an in-place source that one process opens alone"
+    if body.member is not None:
+        message = "a bell is for a source that one process opens alone"
         raise ProtocolError(ErrorCode.INVALID_DESCRIPTOR, message)
     check_bell(body.bell)
 

@@ -1,10 +1,12 @@
 """The bell: shared memory in which a trainer starts copies that a prepared refit has waiting on the device, and lets a
 commit go on that was sent before its memory was looked at.
 
-Two 32-bit little-endian words for each worker, in a cache line of its own. A worker's copy waits until the first one,
+Some 32-bit little-endian words for each worker, in a cache line of its own. A worker's copy waits until the first one,
 compared as a number on a circle, has reached the number of the refit, and so begins without a process being woken. When
-it has arrived and was found right, the worker writes the number into the second one. One word more, for all workers, is
-that of the releases: an even number lets the commit go on that waits for it, the odd one above it withdraws that.
+it has arrived and was found right, the worker writes the number into the second one. A third word of its line is not 0
+as long as a refit stands by: the number that its copy waits for. One word more, for all workers, is that of the
+releases: an even number lets the commit go on that waits for it, the odd one above it withdraws that. A worker that has
+done what it was released for writes the number into its fourth word.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from refit_protocol.tensors import MemfdSegment, check_segments
 BELL_BYTES = 4096
 WORD_STRIDE_BYTES = 64
 ARRIVED_OFFSET_BYTES = 32
+AWAITED_OFFSET_BYTES = 36
+DONE_OFFSET_BYTES = 40
 RELEASE_OFFSET_BYTES = 48
 # For as long a commit waits for its release. It takes a trainer about a millisecond to look at its memory.
 RELEASE_SECONDS = 10.0

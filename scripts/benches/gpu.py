@@ -16,13 +16,15 @@ from scripts.benches.gpu_rivals import Rivals
 from tests.daemon_process import DaemonProcess, running_daemon
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from refit_protocol.messages import RefitReport
-from refit_trainer import Daemon, Sampling, share_parameters
+from refit_trainer import Daemon, RefitReport, Sampling, share_parameters
 
 ROUNDS = 25
 SLOW_ROUNDS = 5
 STREAMS = 8
+# A short one of a trainer's: between two refits processors and threads have been at other things, or asleep.
 STEP_SECONDS = 0.05
+# Longer than an engine has to be idle before a refit stands by, and than that takes.
+STAND_BY_SECONDS = 0.25
 BUCKET_BYTES = 2 << 30
 QWEN3_8B = {
     "vocab_size": 151_936,
@@ -64,6 +66,7 @@ def measure() -> Iterator[Figure]:
         torch.cuda.empty_cache()
         with running_daemon(directory / "model", directory / "run", *ENGINE) as process:
             inplace = yield from _inplace(process, model, copy, total_bytes)
+            yield from _standing(process, model, copy)
             yield from _bucket(process, model, copy)
             yield from _rivals(directory / "model", model, inplace, total_bytes)
         again = _plain_copy(total_bytes)
@@ -83,6 +86,8 @@ def _inplace(process: DaemonProcess, model: Qwen3ForCausalLM, copy: float, total
         yield Figure("inplace_extra_device_memory", free - _free_bytes(), "bytes")
         yield at_most("inplace_vs_copy", inplace * 1e3, "ms", 1.10, ratio=inplace / copy)
         yield from _phases("inplace", reports)
+        later = _median(lambda: daemon.refit(model), ROUNDS, STEP_SECONDS)
+        yield Figure("inplace_after_a_step", later * 1e3, "ms", later / copy)
         for attest in ("off", "full"):
             seconds = _median(lambda attest=attest: daemon.refit(model, attest=attest), ROUNDS)
             yield Figure(f"inplace_attest_{attest}", seconds * 1e3, "ms", seconds / copy)
@@ -117,6 +122,16 @@ def _prepared(daemon: Daemon, model: Qwen3ForCausalLM, copy: float, name: str) -
     yield at_most(name, median * 1e3, "ms", 1.10, ratio=median / copy)
 
 
+def _standing(process: DaemonProcess, model: Qwen3ForCausalLM, copy: float) -> Iterator[Figure]:
+    """The same `refit()` of a trainer that has asked for one to stand by."""
+    with process.connect(stand_by=True) as daemon:
+        daemon.refit(model)
+        reports: list[RefitReport] = []
+        standing = _median(lambda: reports.append(daemon.refit(model)), ROUNDS, STAND_BY_SECONDS)
+        yield at_most("standing_vs_copy", standing * 1e3, "ms", 1.10, ratio=standing / copy)
+        yield from _phases("standing", reports)
+
+
 def _bucket(process: DaemonProcess, model: Qwen3ForCausalLM, copy: float) -> Iterator[Figure]:
     with process.connect(bucket_bytes=BUCKET_BYTES) as daemon:
         free = _free_bytes()
@@ -129,6 +144,8 @@ def _bucket(process: DaemonProcess, model: Qwen3ForCausalLM, copy: float) -> Ite
         yield Figure("bucket_extra_device_memory", free - _free_bytes(), "bytes")
         yield at_most("bucket_vs_copy", bucket * 1e3, "ms", 2.3, ratio=bucket / copy)
         yield from _phases("bucket", reports)
+        later = _median(lambda: daemon.refit(tensors), ROUNDS, STEP_SECONDS)
+        yield Figure("bucket_after_a_step", later * 1e3, "ms", later / copy)
 
 
 def _digest(daemon: Daemon, total_bytes: int) -> Iterator[Figure]:
@@ -216,11 +233,12 @@ def _plain_copy(total_bytes: int) -> float:
     return _median(copy, ROUNDS)
 
 
-def _median(way: Callable[[], object], rounds: int) -> float:
+def _median(way: Callable[[], object], rounds: int, step_seconds: float = 0.0) -> float:
     way()
     way()
     seconds = []
     for _ in range(rounds):
+        time.sleep(step_seconds)
         torch.cuda.synchronize()
         started = time.perf_counter()
         way()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from refit_protocol.bell import BELL_BYTES
+from refit_protocol.bell import AWAITED_OFFSET_BYTES, BELL_BYTES, WORD_STRIDE_BYTES
 from refit_trainer import cuda_bell
 from refit_trainer.cuda_bell import CudaBell
 
@@ -165,3 +165,14 @@ def test_the_device_that_is_asked_is_the_parameters_own(device: Device, devices:
     device.busy = set()
     bell.ring(7, WORKERS)
     assert words[0] == 7
+
+
+def test_what_stands_by_is_rung_for_by_its_own_number(device: Device) -> None:
+    """In the lines of those workers that are ready; the others hear of it by the commit."""
+    bell = bell_of(OTHER)
+    words = torch.from_file(f"/proc/self/fd/{bell.segment.fd}", shared=True, size=BELL_BYTES, dtype=torch.uint8)
+    lines = words.view(torch.int32).reshape(-1, WORD_STRIDE_BYTES // 4)
+    assert not bell.ring_awaited()
+    lines[:WORKERS, AWAITED_OFFSET_BYTES // 4] = 9
+    assert bell.ring_awaited()
+    assert lines[: WORKERS + 1, 0].tolist() == [9] * WORKERS + [0]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import queue
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,6 +19,7 @@ from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import (
     AcquireWriter,
     CommitRefit,
+    GetStatus,
     OpenSource,
     RefitCommitted,
     ReleaseWriter,
@@ -30,16 +34,20 @@ from refit_trainer import (
     Daemon,
     DaemonRestarted,
     NotShareable,
+    RefitdError,
+    daemon_refit,
     early_commit,
     share_parameters,
 )
+from refit_trainer.daemon_refit import DaemonRefit
 from refit_trainer.early_commit import EarlyCommit
 from refit_trainer.memory import MemfdMemory
+from refit_trainer.report import ComingReport
 from refit_trainer.sharing import SharedModule, shared_before
 from tests.lending import HostBell
 from tests.trainer.background import in_background
 from tests.trainer.granted import REPORT
-from tests.trainer.peer import Asked, Peer
+from tests.trainer.peer import STATUS, Asked, Peer
 from tests.waiting import until
 
 OPENED = SourceOpened(source=1, path="plan", tensors=1, size_bytes=1, unplanned=[], release=True)
@@ -70,16 +78,21 @@ def replace_a_parameter(model: torch.nn.Module) -> None:
     model.weight = torch.nn.Parameter(torch.ones(2, 2))
 
 
-def refit_first(peer: Peer, client: Daemon, model: torch.nn.Module, *, release: bool = True) -> None:
+def refit_first(
+    peer: Peer, client: Daemon, model: torch.nn.Module, *, release: bool = True, workers: int = 1
+) -> OpenSource:
     """As every first one: the source is opened, once the module has been looked at."""
     thread, outcome = in_background(client.refit, model)
     peer.next(AcquireWriter).reply(WriterAcquired(epoch=7))
-    peer.next(OpenSource).reply(msgspec.structs.replace(OPENED, release=release))
+    opening = peer.next(OpenSource)
+    opening.reply(msgspec.structs.replace(OPENED, release=release, workers=workers))
     asked = peer.next(CommitRefit)
     assert asked.body.release is None
     asked.reply(RefitCommitted(report=REPORT))
     thread.join()
     assert outcome == [REPORT]
+    opened: OpenSource = opening.body
+    return opened
 
 
 def test_it_is_sent_before_the_module_is_looked_at_and_released_behind(
@@ -194,6 +207,153 @@ def test_what_the_daemon_refuses_is_raised(peer: Peer, client: Daemon, model: to
     thread.join()
     assert outcome[0].code is ErrorCode.VERSION_NOT_INCREASING
     assert word_of(bell) % 2 == 0
+
+
+# --- done before it is answered ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def awake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for memory on a GPU: the calling thread looks at the bell while it waits."""
+    monkeypatch.setitem(daemon_refit.AWAKE_SECONDS, "cpu", 30.0)
+
+
+def done_early(
+    peer: Peer, client: Daemon, model: torch.nn.Module, bell: HostBell, workers: int = 1
+) -> tuple[Asked, ComingReport]:
+    """A refit that has come back, and its commit that has not been answered."""
+    refit_first(peer, client, model, workers=workers)
+    thread, outcome = in_background(client.refit, model)
+    asked = peer.next(CommitRefit)
+    number = until(lambda: word_of(bell) == asked.body.release and word_of(bell), "the release")
+    for worker in range(workers):
+        assert thread.is_alive()
+        bell.tell_done(number, worker)
+    thread.join(30)
+    (report,) = outcome
+    assert isinstance(report, ComingReport)
+    return asked, report
+
+
+@pytest.mark.usefixtures("awake")
+def test_a_refit_comes_back_when_every_worker_has_told_that_it_is_done(
+    peer: Peer, client: Daemon, model: torch.nn.Module, bell: HostBell
+) -> None:
+    """The report waits for the answer, and so does whatever the client asks for from then on."""
+    asked, report = done_early(peer, client, model, bell, workers=2)
+    reading, version = in_background(lambda: report.version)
+    looking, status = in_background(client.status)
+    reading.join(0.02)
+    assert reading.is_alive()
+    with pytest.raises(queue.Empty):
+        peer.asked.get(timeout=0.02)
+    asked.reply(RefitCommitted(report=REPORT))
+    peer.next(GetStatus).reply(STATUS)
+    reading.join()
+    looking.join()
+    assert version == [REPORT.version]
+    assert report == REPORT
+    assert status == [STATUS]
+
+
+@pytest.mark.usefixtures("awake")
+def test_what_fails_behind_that_is_told_by_the_report_and_the_log(
+    peer: Peer, client: Daemon, model: torch.nn.Module, bell: HostBell, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The refit has ended all the same: the next one goes on."""
+    asked, report = done_early(peer, client, model, bell)
+    asked.fail(ErrorCode.ENGINE_DEAD)
+    with pytest.raises(RefitdError):
+        assert report.digest
+    until(lambda: "they were not published" in caplog.text, "the log")
+    thread, outcome = in_background(client.refit, model)
+    peer.next(CommitRefit).reply(RefitCommitted(report=REPORT))
+    thread.join()
+    assert outcome == [REPORT]
+
+
+# --- a refit that stands by -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def standing(peer: Peer) -> Iterator[Daemon]:
+    with Daemon.connect(peer.endpoint, stand_by=True) as connected:
+        yield connected
+
+
+def refit_once(peer: Peer, client: Daemon, model: torch.nn.Module, **options: object) -> None:
+    thread, outcome = in_background(partial(client.refit, model, **options))
+    peer.next(CommitRefit).reply(RefitCommitted(report=REPORT))
+    thread.join()
+    assert outcome == [REPORT]
+
+
+def test_its_bell_is_rung_behind_the_commit_and_before_the_look(
+    peer: Peer, standing: Daemon, model: torch.nn.Module, bell: HostBell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy has begun while the module is looked at. The first refit opens the source: nothing stands by yet."""
+    assert refit_first(peer, standing, model).stand_by
+    assert bell.rung == 0
+    look = SharedModule.require_in_place
+
+    def looked(shared: SharedModule) -> None:
+        assert bell.rung == 1
+        look(shared)
+
+    monkeypatch.setattr(SharedModule, "require_in_place", looked)
+    refit_once(peer, standing, model)
+
+
+@pytest.mark.parametrize("options", [{"only": ["weight"]}, {"version": 9}, {"check_finite": True}])
+def test_it_is_not_rung_for_a_refit_of_another_kind(
+    peer: Peer, standing: Daemon, model: torch.nn.Module, bell: HostBell, options: dict[str, object]
+) -> None:
+    """What stands by copies everything, whatever is in it, and may be refused its version behind that."""
+    refit_first(peer, standing, model)
+    refit_once(peer, standing, model, **options)
+    assert bell.rung == 0
+    refit_once(peer, standing, model, policy="abort", attest="full", deadline_seconds=9.0)
+    assert bell.rung == 1
+
+
+def test_a_client_that_has_not_asked_for_it_rings_nothing(
+    peer: Peer, client: Daemon, model: torch.nn.Module, bell: HostBell
+) -> None:
+    assert not refit_first(peer, client, model).stand_by
+    refit_once(peer, client, model)
+    assert bell.rung == 0
+
+
+def test_what_was_rung_for_without_a_commit_costs_the_role(
+    peer: Peer, standing: Daemon, model: torch.nn.Module, bell: HostBell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon would wait for it: it is told that none comes, before the next refit at the latest."""
+    refit_first(peer, standing, model)
+    begin, may_begin = DaemonRefit.begin_early, asyncio.Event()
+
+    async def never(refit: DaemonRefit, *arguments: Any) -> None:
+        refit._beginning = asyncio.current_task()
+        await may_begin.wait()
+
+    monkeypatch.setattr(DaemonRefit, "begin_early", never)
+    monkeypatch.setattr(SharedModule, "require_in_place", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        standing.refit(model)
+    assert bell.rung == 1
+    monkeypatch.undo()
+    monkeypatch.setattr(DaemonRefit, "begin_early", begin)
+    monkeypatch.setattr(MemfdMemory, "bell", lambda _memory: bell)
+    thread, outcome = in_background(standing.refit, model)
+    peer.next(ReleaseWriter).reply(WriterReleased())
+    peer.next(AcquireWriter).reply(WriterAcquired(epoch=8))
+    peer.next(OpenSource).reply(OPENED)
+    peer.next(CommitRefit).reply(RefitCommitted(report=REPORT))
+    thread.join()
+    assert outcome == [REPORT]
+
+
+def interrupted(_shared: SharedModule) -> None:
+    raise KeyboardInterrupt
 
 
 # --- ended early ------------------------------------------------------------------------------------------------------

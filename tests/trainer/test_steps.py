@@ -70,6 +70,46 @@ def test_a_step_that_is_due_soon_is_one_like_any_other(walk_it: Walk, seconds: f
     assert walk_it(steps()) == 4
 
 
+def test_a_step_that_is_done_but_for_its_result_is_not_waited_for() -> None:
+    """A thread gets the future of it, and whatever it hands in later comes behind."""
+    may_end = asyncio.Event()
+    order: list[str] = []
+
+    async def ending() -> str:
+        await may_end.wait()
+        order.append("ended")
+        return "the result"
+
+    async def behind() -> None:
+        order.append("behind")
+
+    def steps() -> Steps[Any]:
+        return (yield Soon(ending(), 30.0, lambda: True))
+
+    thread = LoopThread()
+    try:
+        coming = walk_blocking(steps(), thread)
+        following = thread.submit(behind())
+        assert not any(each.done() for each in (coming, following))
+        thread.loop.call_soon_threadsafe(may_end.set)
+        following.result(30)
+        assert (coming.result(), order) == ("the result", ["ended", "behind"])
+    finally:
+        thread.stop()
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+@pytest.mark.parametrize("walk_it", [blocking, on_loop])
+def test_a_step_that_has_ended_has_its_result(walk_it: Walk, is_done: bool) -> None:
+    """Coroutines wait for it in any case; so does a thread that has no time to look."""
+
+    def steps() -> Steps[int]:
+        first = yield Soon(doubled(1), 0.0, lambda: is_done)
+        return (yield Soon(doubled(first), 30.0, lambda: False))
+
+    assert walk_it(steps()) == 4
+
+
 @pytest.mark.parametrize("walk_it", [blocking, on_loop])
 def test_generator_may_do_nothing_at_all(walk_it: Walk) -> None:
     """A value without a single step."""

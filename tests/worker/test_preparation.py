@@ -33,7 +33,10 @@ class Waiting:
     def is_for(self, *_: object, **__: object) -> bool:
         return False
 
-    def commit(self) -> dict[str, Any]:
+    def stand_by(self) -> None:
+        raise AssertionError("it is prepared for a trainer that says when")
+
+    def commit(self, _release: int | None) -> dict[str, Any]:
         raise AssertionError("it is for another refit")
 
     def settle(self) -> bool:
@@ -66,6 +69,30 @@ def test_what_cannot_be_ended_may_have_written(opened: LoadedWorker) -> None:
     opened.call("refitd_commit", SOURCE)
 
 
+@pytest.mark.parametrize("ran", [False, True])
+def test_what_gives_way_is_over_unless_it_was_rung_for(opened: LoadedWorker, ran: bool) -> None:
+    """Then its commit is still to come, and finds it."""
+    waiting = Waiting(ran=ran)
+    state = state_of(opened)
+    state.preparation = waiting
+    assert opened.call("refitd_give_way")["wrote"] is ran
+    assert (state.preparation is waiting, state.wrote) == (ran, ran)
+    opened.call("refitd_commit", SOURCE)
+    assert (state.preparation, state.wrote) == (None, False)
+
+
+def test_nothing_has_to_give_way_twice(opened: LoadedWorker) -> None:
+    """A worker that had nothing standing by, since its processors copy when they are told to."""
+    assert opened.call("refitd_stand_by", SOURCE, "sampled", 1)["waiting"] is False
+    for _ in range(2):
+        assert opened.call("refitd_give_way")["wrote"] is False
+
+
+def test_nothing_stands_by_for_a_source_that_is_not_there(opened: LoadedWorker) -> None:
+    code, _, wrote = opened.refused("refitd_stand_by", UNKNOWN, "sampled", 1)
+    assert (code, wrote) == ("unknown_source", False)
+
+
 class Copies:
     """Those of a preparation: they run when they are told to, and are found wrong."""
 
@@ -93,7 +120,7 @@ def test_what_fails_behind_the_copy_leaves_nothing_under_way(opened: LoadedWorke
     compiled = SimpleNamespace(program=SimpleNamespace(wait=lambda **_: None))
     preparation = Preparation(state, state.inplace(SOURCE), cast(Any, compiled), Attest.SAMPLED, cast(Any, copies))
     with pytest.raises(ProtocolError, match="something else"):
-        preparation.commit()
+        preparation.commit(None)
     assert copies.said == ["run", "settled"]
     assert state.wrote
     opened.call("refitd_commit", SOURCE)

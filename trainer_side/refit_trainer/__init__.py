@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from refit_protocol.errors import ErrorCode, Fault
-from refit_protocol.messages import RefitReport, Sampling, Status, VersionRun
+from refit_protocol.messages import Sampling, Status, VersionRun
 from refit_protocol.tensors import DType, TensorShape
 from refit_trainer.aio import AsyncDaemon
 from refit_trainer.client import Daemon
@@ -38,6 +38,7 @@ from refit_trainer.fleet.client import Fleet
 from refit_trainer.fleet.members import FleetStatus, MemberState, MemberStatus
 from refit_trainer.fleet.refits import FleetReport
 from refit_trainer.link import CurveKeys
+from refit_trainer.report import RefitReport
 from refit_trainer.stream import Alternatives, Delta, Sample
 
 if TYPE_CHECKING:

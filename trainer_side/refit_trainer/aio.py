@@ -32,7 +32,6 @@ from refit_protocol.messages import (
     ModelLoaded,
     PlanMode,
     PrefixCacheReset,
-    RefitReport,
     Request,
     ResetPrefixCache,
     Sampling,
@@ -57,6 +56,7 @@ from refit_trainer.opening import Opening
 from refit_trainer.prompts import GenerateOptions, Prompt, generate_command, reading_of
 from refit_trainer.refits import CommitOptions, PrepareOptions, RefitOptions, reload, restore, split_options
 from refit_trainer.replies import AsyncReplies, Item
+from refit_trainer.report import RefitReport
 from refit_trainer.steps import Steps, walk
 from refit_trainer.stream import Delta, Sample, SampleAssembler
 from refit_trainer.writer import WriterRole
@@ -83,6 +83,7 @@ class ConnectOptions(TypedDict, total=False):
     `request_seconds` bounds later calls that have no bound of their own, by default as `connect` is bounded.
     `patience_seconds`: how long streams and calls wait for a lost connection; by default streams as long as the daemon
     keeps the session, and calls to their own bound.
+    `stand_by`: whenever the engine has nothing to do, the daemon has the next refit in place ready but for its copy.
     `bucket_bytes`, by default 64 MiB and on a GPU 512, is half of the memory of the staging buckets: two, on a GPU
     four, and no larger than all tensors need.
     """
@@ -94,6 +95,7 @@ class ConnectOptions(TypedDict, total=False):
     curve: CurveKeys | None
     plan: PlanMode | None
     bucket_bytes: int
+    stand_by: bool
 
 
 class AsyncDaemon:
@@ -102,7 +104,7 @@ class AsyncDaemon:
     def __init__(self, connection: Connection, timeout_seconds: float, options: ConnectOptions) -> None:
         self.connection = connection
         self._plan = options.get("plan")
-        self._role = WriterRole(connection, self._plan)
+        self._role = WriterRole(connection, self._plan, stand_by=options.get("stand_by", False))
         self._ranks: RankedRefits | None = None
         self._bucket_bytes = options.get("bucket_bytes")
         self._staging: Staging | None = None
@@ -375,7 +377,8 @@ class AsyncDaemon:
             weights = checkpoint_tensors(weights)
         if self._staging is None:
             self._staging = Staging(self._bucket_bytes)
-        return (yield from self._staging.refit(target, weights, specs, only, rest, self.manifest))
+        staged: Steps[RefitReport] = self._staging.refit(target, weights, specs, only, rest, self.manifest)
+        return (yield from staged)
 
     def prepare_steps(self, module: torch.nn.Module, options: PrepareOptions) -> Steps[Preparation]:
         """`prepare_refit`, for a caller on another thread than the event loop's."""

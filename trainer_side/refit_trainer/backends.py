@@ -30,6 +30,9 @@ class Bell(Protocol):
         """As soon as all that the calling thread has enqueued is done, in the words of the first `workers`; not at all
         where that cannot be arranged."""
 
+    def ring_awaited(self) -> bool:
+        """`ring` for the refit that stands by, if one does."""
+
     def await_ringing(self) -> None:
         """Returns when what the calling thread had enqueued before `ring` is done."""
 

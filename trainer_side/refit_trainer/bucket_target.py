@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from refit_protocol.tensors import TensorShape
@@ -49,6 +50,13 @@ class BucketTarget(Protocol[_Answer]):
         """Returns when the bucket that is packed next has been read."""
 
     async def finish(self) -> _Answer: ...
+
+    def is_done(self) -> bool:
+        """Once it is being finished: whether it has all been read and taken, and only the answer is still to come. What
+        that is concerns nobody else from then on. For any thread."""
+
+    def coming(self, answer: Future[Any]) -> _Answer:
+        """For what `is_done`."""
 
     async def abort(self, error: BaseException) -> None:
         """`error` is what ends the refit, and will be raised."""
@@ -127,7 +135,8 @@ def sent(target: BucketTarget[_Report], packed: Iterable[FilledBucket], awake_se
     """Each answer is waited for awake, for so long."""
     for filled in packed:
         yield Soon(target.apply(filled), awake_seconds)
-    report: _Report = yield Soon(_finished(target), awake_seconds)
+    outcome = yield Soon(_finished(target), awake_seconds, target.is_done)
+    report: _Report = target.coming(outcome) if isinstance(outcome, Future) else outcome
     return report
 
 

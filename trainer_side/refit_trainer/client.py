@@ -15,7 +15,6 @@ from refit_protocol.messages import (
     LoggerMetrics,
     Manifest,
     ModelInfo,
-    RefitReport,
     Sampling,
     SleepStateChanged,
     SleepTag,
@@ -29,6 +28,7 @@ from refit_trainer.errors import ClientClosed, UsedAfterFork
 from refit_trainer.prompts import GenerateOptions, Prompt, generate_command, reading_of
 from refit_trainer.refits import CommitOptions, PrepareOptions, RefitOptions
 from refit_trainer.replies import Item, Replies, ThreadMailbox
+from refit_trainer.report import RefitReport
 from refit_trainer.steps import walk_blocking
 from refit_trainer.stream import Delta, Sample, SampleAssembler
 
@@ -70,10 +70,22 @@ class LoopThread:
     def call(self, work: Coroutine[Any, Any, _Result], awake_seconds: float = 0.0) -> _Result:
         """The result of `work`, waited for awake for so long; when the caller is interrupted, `work` is cancelled
         before the interrupt goes on."""
+        outcome = self.call_until(work, awake_seconds, _never)
+        assert not isinstance(outcome, concurrent.futures.Future)
+        return outcome
+
+    def call_until(
+        self, work: Coroutine[Any, Any, _Result], awake_seconds: float, is_done: Callable[[], bool]
+    ) -> _Result | concurrent.futures.Future[_Result]:
+        """The same, or as soon as it `is_done` but for its result the future of that, behind which comes whatever is
+        handed in later."""
         running = self.submit(work)
         try:
             until = time.monotonic() + awake_seconds
             while awake_seconds and not running.done() and time.monotonic() < until:
+                if is_done():
+                    self._first = running
+                    return running
                 # Awake, and yet no hindrance to the loop's thread.
                 time.sleep(0)
             return running.result()
@@ -330,6 +342,10 @@ class Daemon:
         request = self._thread.call(self._daemon.send_generate(command, blobs, mailbox))
         generation = (self._daemon.connection, request, mailbox)
         return Replies(generation, self._thread, convert, reading)
+
+
+def _never() -> bool:
+    return False
 
 
 async def _behind(

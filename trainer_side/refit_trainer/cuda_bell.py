@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from refit_protocol.bell import ARRIVED_OFFSET_BYTES, BELL_BYTES, WORD_STRIDE_BYTES
+from refit_protocol.bell import ARRIVED_OFFSET_BYTES, AWAITED_OFFSET_BYTES, BELL_BYTES, WORD_STRIDE_BYTES
 from refit_protocol.tensors import MemfdSegment
 from refit_trainer.early_commit import ReleaseWord
 from refit_trainer.memory import Memfd
@@ -33,6 +33,7 @@ class CudaBell:
         lines = self._memfd.view.numpy().view("<u4").reshape(-1, WORD_STRIDE_BYTES // 4)
         self._rung = lines[:, 0]
         self._arrived = lines[:, ARRIVED_OFFSET_BYTES // 4]
+        self._awaited = lines[:, AWAITED_OFFSET_BYTES // 4]
         self._devices = [_index(device) for device in devices]
         self._is_ready = False
         self._registered: _Registered | None = None
@@ -58,6 +59,13 @@ class CudaBell:
             self._rung[:workers] = number
         elif self._registered is not None:
             self._ringing = self._registered.ring(number, workers)
+
+    def ring_awaited(self) -> bool:
+        number = int(self._awaited[0])
+        if number:
+            # Workers that are not ready yet hear of it by the commit.
+            self.ring(number, int((self._awaited == number).sum()))
+        return bool(number)
 
     def await_ringing(self) -> None:
         if self._ringing is not None:

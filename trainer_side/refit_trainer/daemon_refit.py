@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -26,10 +28,12 @@ from refit_protocol.messages import (
 from refit_protocol.tensors import SourceTensor, TensorShape
 from refit_trainer.backends import Bell, Buckets, ExportedMemory
 from refit_trainer.connection import Connection
-from refit_trainer.early_commit import EarlyCommit
+from refit_trainer.early_commit import Done, EarlyCommit
 from refit_trainer.errors import DaemonRestarted, RefitdError
 from refit_trainer.one_refit import OneRefit
 from refit_trainer.refits import CommitOptions
+from refit_trainer.report import ComingReport
+from refit_trainer.report import RefitReport as Report
 from refit_trainer.steps import Soon, Started, Steps, ending
 from refit_trainer.writer import WriterRole
 
@@ -57,6 +61,9 @@ class DaemonRefit(OneRefit):
         self._beginning: asyncio.Task[Any] | None = None
         self._early: EarlyCommit | None = None
         self._reading: dict[int, asyncio.Task[BucketApplied]] = {}
+        self._rung = False
+        self._done: Done | None = None
+        self._is_done = False
 
     @property
     def max_pieces(self) -> int:
@@ -110,6 +117,19 @@ class DaemonRefit(OneRefit):
         self._beginning = asyncio.current_task()
         self._early = await self._sent_early(shared, only, options)
 
+    def ring(self, shared: SharedModule, only: list[str] | None, options: CommitOptions) -> None:
+        """Starts the copy of a refit like this one if it stands by. On the thread that has enqueued the writes, behind
+        `begin_early`, and the commit has to follow."""
+        bell = self._role.standing_bell(shared.memory)
+        alike = only is None and options.get("version") is None and not options.get("check_finite")
+        if bell is not None and alike and self._connection.is_up:
+            self._rung = bell.ring_awaited()
+
+    def make_bell_ready(self, shared: SharedModule) -> None:
+        """On the thread that will ring it; what takes time the first time."""
+        if (bell := self._role.standing_bell(shared.memory)) is not None:
+            bell.make_ready()
+
     @property
     def early(self) -> EarlyCommit | None:
         """Once there is one; for any thread."""
@@ -130,21 +150,44 @@ class DaemonRefit(OneRefit):
         await self.enter()
         await self.open(shared.memory, "inplace", shared.tensors)
         # Another daemon may have come meanwhile, with another bell.
-        word = self._role.release_of(shared.memory)
-        if word is None:
+        released = self._role.release_of(shared.memory)
+        if released is None:
             await self.leave()
             return None
+        word, workers = released
         number = word.following()
-        return EarlyCommit(word, number, asyncio.create_task(self.commit(only, options, number)))
+        return EarlyCommit(word, Done(word, number, workers), asyncio.create_task(self.commit(only, options, number)))
 
     async def committed(self, shared: SharedModule) -> RefitReport:
         """What was begun early, and released. Not before is the loop awake: it would take turns with the thread that
         looks."""
-        assert self._early is not None, "begin_early() comes first"
-        with self._attentive(shared):
-            report = await self._early.committed()
+        early = self._early
+        assert early is not None, "begin_early() comes first"
+        self._done = early.done
+        async with self._ending_what_is_done():
+            with self._attentive(shared):
+                report = await early.committed()
         await self.leave()
         return report
+
+    def is_done(self) -> bool:
+        """Whether every worker has said by its bell that it holds the weights whose commit has been asked for: then
+        only the answer is to come, and whatever that is, this one ends it. For any thread."""
+        self._is_done = self._done is not None and self._done.is_told()
+        return self._is_done
+
+    def coming(self, answer: Future[Any]) -> ComingReport:
+        return ComingReport(answer)
+
+    @contextlib.asynccontextmanager
+    async def _ending_what_is_done(self) -> AsyncIterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            # Else whoever has begun it does that.
+            if self._is_done:
+                await self.end(error)
+            raise
 
     async def prepare(
         self, shared: SharedModule, only: list[str] | None, options: CommitOptions, hold_seconds: float | None
@@ -261,8 +304,11 @@ class DaemonRefit(OneRefit):
     # --- the end of a refit that has a number ---
 
     async def finish(self) -> RefitReport:
-        with awake(self._awake_seconds):
-            committed = await self._finished(FinishRefit(epoch=self._epoch, refit=self._under_way), RefitCommitted)
+        done = self._done = self._role.following_done(self._source)
+        command = FinishRefit(epoch=self._epoch, refit=self._under_way, done=None if done is None else done.number)
+        async with self._ending_what_is_done():
+            with awake(self._awake_seconds):
+                committed = await self._finished(command, RefitCommitted)
         self._number = None
         return committed.report
 
@@ -273,6 +319,9 @@ class DaemonRefit(OneRefit):
             applied.cancel()
         try:
             tasks += await self._end_early()
+            if self._rung and self._early is None and not self._unanswered:
+                # What was copied may have no commit: once the role is given up it is put back, or torn.
+                self._role.doubt()
             await asyncio.gather(*tasks, return_exceptions=True)
         finally:
             await super().abort(error)
@@ -319,7 +368,7 @@ def awake_seconds(shared: SharedModule) -> float:
 
 def refit_in_place(
     refit: DaemonRefit, shared: SharedModule, only: list[str] | None, options: CommitOptions
-) -> Steps[RefitReport]:
+) -> Steps[Report]:
     """One message, once the source is open; the module's memory may be written again when this returns or raises.
 
     On the thread that has enqueued the writes; where the daemon waits for it, that looks at the module while the
@@ -330,13 +379,17 @@ def refit_in_place(
 
 def _in_place(
     refit: DaemonRefit, shared: SharedModule, only: list[str] | None, options: CommitOptions
-) -> Steps[RefitReport]:
+) -> Steps[Report]:
     yield Started(refit.begin_early(shared, only, options))
+    refit.ring(shared, only, options)
     shared.require_in_place()
     shared.memory.synchronise()
     early: EarlyCommit | None = refit.early or (yield refit.begun_early())
     if early is not None:
         early.release()
-    work = refit.in_place(shared, only, options) if early is None else refit.committed(shared)
-    report: RefitReport = yield Soon(work, awake_seconds(shared))
-    return report
+    if early is None:
+        report: Report = yield Soon(refit.in_place(shared, only, options), awake_seconds(shared))
+        refit.make_bell_ready(shared)
+        return report
+    outcome = yield Soon(refit.committed(shared), awake_seconds(shared), refit.is_done)
+    return refit.coming(outcome) if isinstance(outcome, Future) else outcome

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from refit_protocol.bell import RELEASE_OFFSET_BYTES, following_release, withdrawal
+from refit_protocol.bell import (
+    DONE_OFFSET_BYTES,
+    RELEASE_OFFSET_BYTES,
+    WORD_STRIDE_BYTES,
+    following_release,
+    withdrawal,
+)
 from refit_protocol.messages import RefitReport
 
 # A daemon that has the commit in hand answers a withdrawal at once; another one may still be waiting for requests.
@@ -19,6 +26,7 @@ class ReleaseWord:
 
     def __init__(self, bell: NDArray[np.uint8]) -> None:
         self._word = bell[RELEASE_OFFSET_BYTES:].view("<u4")[:1]
+        self._done = bell.view("<u4").reshape(-1, WORD_STRIDE_BYTES // 4)[:, DONE_OFFSET_BYTES // 4]
         self._number = 0
 
     def following(self) -> int:
@@ -31,13 +39,31 @@ class ReleaseWord:
     def holds(self, number: int) -> bool:
         return int(self._word[0]) == number
 
+    def is_done(self, number: int, workers: int) -> bool:
+        """Whether these workers hold all that was released by the number."""
+        return bool((self._done[:workers] == number).all())
+
+
+@dataclass(frozen=True)
+class Done:
+    """What so many workers tell by a bell when they have done what has the number, a moment before the daemon does."""
+
+    word: ReleaseWord
+    number: int
+    workers: int
+
+    def is_told(self) -> bool:
+        """For any thread."""
+        return self.word.is_done(self.number, self.workers)
+
 
 class EarlyCommit:
     """Sent; nothing of the memory is read before `release`. Ends with that, or with `end`."""
 
-    def __init__(self, word: ReleaseWord, number: int, committing: asyncio.Task[RefitReport]) -> None:
+    def __init__(self, word: ReleaseWord, done: Done, committing: asyncio.Task[RefitReport]) -> None:
         self._word = word
-        self._number = number
+        self._number = done.number
+        self.done = done
         self.committing = committing
         # Where nobody comes to it any more, as when the client was closed meanwhile.
         committing.add_done_callback(_looked_at)

@@ -10,10 +10,11 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Self
 
 from refit_protocol.errors import ErrorCode
-from refit_protocol.messages import RefitPrepared, RefitReport
+from refit_protocol.messages import RefitPrepared
 from refit_trainer.daemon_refit import AWAKE_SECONDS, DaemonRefit
 from refit_trainer.errors import NotShareable, RefitdError
 from refit_trainer.refits import CommitOptions
+from refit_trainer.report import RefitReport
 from refit_trainer.steps import Steps, walk, walk_blocking
 
 if TYPE_CHECKING:

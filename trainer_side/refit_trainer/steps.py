@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Coroutine, Generator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -25,10 +26,12 @@ class Started:
 @dataclass(frozen=True)
 class Soon:
     """A step that is done within so many `seconds`, milliseconds: a thread that waits for it stays awake so long, since
-    to wake it could take longer than the last steps of the work."""
+    to wake it could take longer than the last steps of the work. Where it sees meanwhile that the work `is_done` but
+    for its result, it gets the future of that."""
 
     work: Coroutine[Any, Any, Any]
     seconds: float
+    is_done: Callable[[], bool] | None = None
 
 
 Step: TypeAlias = Coroutine[Any, Any, Any] | Started | Soon
@@ -40,6 +43,11 @@ class Loop(Protocol):
 
     def call(self, work: Coroutine[Any, Any, Result], awake_seconds: float = 0.0) -> Result:
         """What `work` returns or raises; for so long it is waited for awake."""
+
+    def call_until(
+        self, work: Coroutine[Any, Any, Result], awake_seconds: float, is_done: Callable[[], bool]
+    ) -> Result | Future[Result]:
+        """`call`, or the future of it when it `is_done` before; whatever is handed in then comes behind it."""
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> object:
         """`work` begins before whatever is handed in later."""
@@ -90,7 +98,11 @@ def _taken(step: Step, loop: Loop) -> Any:
     if isinstance(step, Started):
         loop.submit(step.work)
         return None
-    return loop.call(step.work, step.seconds) if isinstance(step, Soon) else loop.call(step)
+    if not isinstance(step, Soon):
+        return loop.call(step)
+    if step.is_done is None:
+        return loop.call(step.work, step.seconds)
+    return loop.call_until(step.work, step.seconds, step.is_done)
 
 
 def walk_blocking(steps: Steps[Result], loop: Loop) -> Result:

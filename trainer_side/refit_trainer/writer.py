@@ -24,7 +24,7 @@ from refit_protocol.messages import (
 from refit_protocol.tensors import SourceTensor, TensorShape
 from refit_trainer.backends import Bell, ExportedMemory
 from refit_trainer.connection import Connection
-from refit_trainer.early_commit import ReleaseWord
+from refit_trainer.early_commit import Done, ReleaseWord
 from refit_trainer.errors import DaemonRestarted, DaemonUnreachable, RefitdError
 
 if TYPE_CHECKING:
@@ -41,17 +41,20 @@ class _Source:
     """`memory` is weak: what the trainer has dropped is closed at the next occasion, not kept."""
 
     number: int
+    kind: Literal["inplace", "bucket"]
     memory: weakref.ref[ExportedMemory]
     bell: Bell | None
     releases: bool
+    workers: int
 
 
 class WriterRole:
     """A second refit waits for the first. Belongs to the event loop of the connection."""
 
-    def __init__(self, connection: Connection, plan: PlanMode | None) -> None:
+    def __init__(self, connection: Connection, plan: PlanMode | None, *, stand_by: bool = False) -> None:
         self._connection = connection
         self._plan = plan
+        self._stand_by = stand_by
         self._lock = asyncio.Lock()
         self._session = ""
         self._epoch: int | None = None
@@ -149,7 +152,7 @@ class WriterRole:
             if source.memory() is memory:
                 return source.number
         await self._close_dead_sources(timeout_seconds)
-        bell = memory.bell() if kind == "inplace" else None
+        bell = memory.bell()
         command = OpenSource(
             epoch=self._written_epoch,
             kind=kind,
@@ -157,19 +160,36 @@ class WriterRole:
             tensors=list(tensors),
             plan=self._plan,
             bell=None if bell is None else bell.segment,
+            stand_by=self._stand_by and kind == "inplace" and bell is not None,
         )
         opened = await self._connection.request(command, SourceOpened, timeout_seconds=timeout_seconds)
-        self._sources.append(_Source(opened.source, weakref.ref(memory), bell, opened.release))
+        self._sources.append(_Source(opened.source, kind, weakref.ref(memory), bell, opened.release, opened.workers))
         return opened.source
 
     def bell_of(self, number: int) -> Bell | None:
         """Of an open source."""
         return next((source.bell for source in self._sources if source.number == number), None)
 
-    def release_of(self, memory: ExportedMemory) -> ReleaseWord | None:
-        """Where it is open, and commits from it may wait to be released."""
+    def standing_bell(self, memory: ExportedMemory) -> Bell | None:
+        """Of its open source, where refits from it may stand by. For any thread."""
+        if not self._stand_by:
+            return None
+        return next((source.bell for source in self._sources if source.memory() is memory), None)
+
+    def release_of(self, memory: ExportedMemory) -> tuple[ReleaseWord, int] | None:
+        """Where it is open, and commits from it may wait to be released; with the number of workers that do."""
         found = next((source for source in self._sources if source.memory() is memory), None)
-        return found.bell.release if found is not None and found.bell is not None and found.releases else None
+        if found is None or found.bell is None or not found.releases:
+            return None
+        return found.bell.release, found.workers
+
+    def following_done(self, number: int) -> Done | None:
+        """What the workers are to tell of the next refit from a source of buckets; None where they cannot."""
+        found = next((source for source in self._sources if source.number == number), None)
+        if found is None or found.kind != "bucket" or found.bell is None or not found.releases:
+            return None
+        word = found.bell.release
+        return Done(word, word.following(), found.workers)
 
     def announces_again(self, source: int, tensors: list[TensorShape]) -> bool:
         """Whether the last refit from this source was begun with the same."""

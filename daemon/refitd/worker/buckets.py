@@ -16,6 +16,7 @@ from refitd.worker.boxes import Transfer
 from refitd.worker.copies import Copy, view_of, wait_for_stream
 from refitd.worker.plan import Plan
 from refitd.worker.programs import Program, copy_program
+from refitd.worker.release import Release
 from refitd.worker.sources import PLAN_OFF
 from refitd.worker.weights import EngineWeights, torch_dtype
 
@@ -154,8 +155,9 @@ def announce(weights: EngineWeights, tensors: Sequence[TensorShape], *, partial:
 class BucketSource:
     """Mapped staging buffers, and the copies compiled for the layouts that came in them."""
 
-    def __init__(self, segments: Buckets, planned: bool) -> None:
+    def __init__(self, segments: Buckets, planned: bool, release: Release | None = None) -> None:
         self.segments = segments
+        self._release = release
         self._planned = planned
         self._announced: Announcement | None = None
         self._begun: tuple[Announcement, bool, bool] | None = None
@@ -172,6 +174,11 @@ class BucketSource:
         if self._announced is None or not announced.is_same(self._announced):
             self._announced = announced
         return self._announced
+
+    def tell_done(self, number: int | None) -> None:
+        """That of a refit of which nothing is left to do, if its trainer has given it one."""
+        if number is not None and self._release is not None:
+            self._release.tell_done(number)
 
     def announce_next(
         self, weights: EngineWeights, tensors: Sequence[TensorShape] | None, *, partial: bool, planned: bool

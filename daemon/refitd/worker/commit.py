@@ -25,7 +25,7 @@ def commit(
 ) -> Answer:
     """All of it; see `refitd_commit`."""
     if not finite and (prepared := state.take_preparation(source, only, attest)) is not None:
-        return prepared.commit()
+        return prepared.commit(release)
     state.settle()
     clock, weights = Clock(), state.weights
     source.wait_until_written(release)
@@ -37,6 +37,7 @@ def commit(
     state.before_write()
     compiled = write(weights, source, compiled)
     digest = _attested(state, compiled, attest, clock)
+    source.tell_done(release)
     state.wrote = False
     return report(compiled.size_bytes, len(compiled.names), compiled.path, compiled.loader_tensors, clock, digest)
 

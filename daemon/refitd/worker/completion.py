@@ -29,7 +29,9 @@ class Clock:
         self._since = now
 
 
-def complete_in_turns(state: WorkerState, refit: BucketRefit, attest: Attest, *, finite: bool) -> Turns:
+def complete_in_turns(
+    state: WorkerState, refit: BucketRefit, attest: Attest, *, finite: bool, done: int | None = None
+) -> Turns:
     """What it takes to know the digest goes to the device behind the last bucket's copy, where nothing lies between."""
     # First of all: whatever is refused afterwards knows that something was written.
     while not refit.is_on_its_way:
@@ -44,7 +46,9 @@ def complete_in_turns(state: WorkerState, refit: BucketRefit, attest: Attest, *,
     while not refit.has_arrived:
         yield
         state.require_under_way(refit)
-    return _completed(state, refit, clock, digest or partial(_checked_digest, state, attest, finite))
+    answer = _completed(state, refit, clock, digest or partial(_checked_digest, state, attest, finite))
+    refit.source.tell_done(done)
+    return answer
 
 
 def complete(state: WorkerState, refit: BucketRefit, clock: Clock, attest: Attest, *, finite: bool) -> Answer:

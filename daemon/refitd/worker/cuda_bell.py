@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from refit_protocol.bell import ARRIVED_OFFSET_BYTES, WORD_STRIDE_BYTES, unrung_number
+from refit_protocol.bell import ARRIVED_OFFSET_BYTES, AWAITED_OFFSET_BYTES, WORD_STRIDE_BYTES, unrung_number
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.tensors import MemfdSegment
 from refitd.worker.boundary import PAUSE_SECONDS
@@ -43,6 +43,7 @@ class Bell:
         self._offset_bytes = worker * WORD_STRIDE_BYTES
         self._rung = ctypes.c_uint32.from_buffer(self._mapped, self._offset_bytes)
         self._arrived = ctypes.c_uint32.from_buffer(self._mapped, self._offset_bytes + ARRIVED_OFFSET_BYTES)
+        self._awaited = ctypes.c_uint32.from_buffer(self._mapped, self._offset_bytes + AWAITED_OFFSET_BYTES)
         # One for good: PyTorch keeps memory for each stream that ever allocated some.
         self.stream = torch.cuda.Stream(device)
         with torch.cuda.device(device):
@@ -58,6 +59,7 @@ class Bell:
 
     def reset(self, number: int) -> None:
         """As it is before it is rung for `number`; a word of an earlier daemon may be anything."""
+        self.tell_awaited(0)
         self._rung.value = self._arrived.value = unrung_number(number)
 
     def ring(self, number: int) -> None:
@@ -73,6 +75,10 @@ class Bell:
     def tell_arrival(self, number: int) -> None:
         """For a trainer that looks at its bell, long before the daemon's answer."""
         self._arrived.value = number
+
+    def tell_awaited(self, number: int) -> None:
+        """For a trainer that may ring for it without another word; 0 once it need not any more."""
+        self._awaited.value = number
 
     def hold(self, number: int) -> None:
         """What is enqueued on `stream` behind this waits until the bell is rung for `number`."""
@@ -121,8 +127,13 @@ class WaitingCopies(Generic[_Behind]):
                 self.settle()
                 raise
 
+    def stand_by(self) -> None:
+        """The trainer may ring by itself, until `run` or `settle`."""
+        self._bell.tell_awaited(self._number)
+
     def run(self) -> None:
         """Rings for a trainer that has not; `copies.wait()` then waits for the end."""
+        self._bell.tell_awaited(0)
         self._bell.ring(self._number)
 
     def tell_arrival(self) -> None:
@@ -130,6 +141,7 @@ class WaitingCopies(Generic[_Behind]):
 
     def settle(self) -> bool:
         """Whether the copies ran; nothing of them runs any more."""
+        self._bell.tell_awaited(0)
         self._cancelled[0] = 1
         self._bell.ring(self._number)
         self._bell.end_waiting(self._number)

@@ -98,7 +98,9 @@ class RefitWorkerExtension:
         described = msgspec.convert(tensors, list[SourceTensor])
         lent = msgspec.convert(segments, list[Segment])
         word = msgspec.convert(bell, MemfdSegment | None)
-        rung, release = open_bell(word, self.refitd_index(), self.device), open_release(word)
+        index = self.refitd_index()
+        rung = open_bell(word, index, self.device) if kind == "inplace" else None
+        release = open_release(word, index)
         return open_source(state, source_id, kind, lent, described, plan, rung, release)
 
     @answered
@@ -229,6 +231,27 @@ class RefitWorkerExtension:
             state.preparation = prepare(state, source, compiled, Attest(attest), number)
         return {"waiting": state.preparation is not None}
 
+    @answered
+    def refitd_stand_by(self, source_id: int | str, attest: str, number: int) -> Answer:
+        """`refitd_prepare` of all of a source; its trainer may ring for `number` without another word: `{waiting}`.
+
+        `refitd_commit` takes it up, `refitd_give_way` and any other call end it.
+        """
+        state = self.refitd_state()
+        state.wrote = False
+        source = state.inplace(source_id)
+        state.preparation = ready = prepare(
+            state, source, commit.select(state.weights, source, None), Attest(attest), number
+        )
+        if ready is not None:
+            ready.stand_by()
+        return {"waiting": ready is not None}
+
+    @answered
+    def refitd_give_way(self) -> Answer:
+        """Nothing stands by any more, unless its trainer has rung for it: `{wrote}`. Then it waits for its commit."""
+        return {"wrote": self.refitd_state(look_again=False, settled=False).give_way()}
+
     # --- buckets ------------------------------------------------------------------------------------------------------
 
     @answered
@@ -284,23 +307,25 @@ class RefitWorkerExtension:
             raise
 
     @answered
-    def refitd_finish(self, attest: str = "sampled", check_finite: bool = False) -> Answer:
-        """Completes a bucket refit; answers like `refitd_commit`.
+    def refitd_finish(self, attest: str = "sampled", check_finite: bool = False, done: int | None = None) -> Answer:
+        """Completes a bucket refit; answers like `refitd_commit`. `done` is told to its trainer before.
 
         Errors: `manifest_mismatch` for tensors that did not come whole, `not_finite`, `refit_failed`; `unknown_refit`
         where a bucket has failed.
         """
-        return to_the_end(self.refitd_finish_turns(attest, check_finite))
+        return to_the_end(self.refitd_finish_turns(attest, check_finite, done))
 
     @answered_in_turns
-    def refitd_finish_in_turns(self, attest: str = "sampled", check_finite: bool = False) -> Turns:
+    def refitd_finish_in_turns(
+        self, attest: str = "sampled", check_finite: bool = False, done: int | None = None
+    ) -> Turns:
         """The same, made ready while the last buckets are copied."""
-        return self.refitd_finish_turns(attest, check_finite)
+        return self.refitd_finish_turns(attest, check_finite, done)
 
-    def refitd_finish_turns(self, attest: str, check_finite: bool) -> Turns:
+    def refitd_finish_turns(self, attest: str, check_finite: bool, done: int | None) -> Turns:
         # As in `refitd_apply_bucket`: nothing has moved since the refit was begun.
         state = self.refitd_state(look_again=False)
-        return complete_in_turns(state, state.refit_under_way(), Attest(attest), finite=check_finite)
+        return complete_in_turns(state, state.refit_under_way(), Attest(attest), finite=check_finite, done=done)
 
     @answered
     def refitd_abort(self) -> Answer:

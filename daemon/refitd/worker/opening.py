@@ -63,14 +63,14 @@ def _opened(
     mapped = Segments(segments, weights.device, at_need=of_ranks)
     try:
         if kind == "bucket":
-            return _buckets(weights, mapped, plan)
+            return _buckets(weights, mapped, plan, release)
         return _in_place(weights, mapped, tensors, plan, bell, release)
     except BaseException:
         mapped.close()
         raise
 
 
-def _buckets(weights: EngineWeights, mapped: Segments, plan: str) -> _Opened:
+def _buckets(weights: EngineWeights, mapped: Segments, plan: str, release: Release | None) -> _Opened:
     loader_tensors = listed(weights.plan.loader_only)
     path = "mixed" if loader_tensors else "plan"
     answer = {
@@ -78,9 +78,9 @@ def _buckets(weights: EngineWeights, mapped: Segments, plan: str) -> _Opened:
         "planned": len(weights.plan.routes),
         "loader_tensors": loader_tensors,
         "bytes": 0,
-        "release": False,
+        "release": release is not None,
     }
-    return BucketSource(mapped, planned=plan != "off"), answer
+    return BucketSource(mapped, planned=plan != "off", release=release), answer
 
 
 def open_bell(segment: MemfdSegment | None, worker: int, device: torch.device) -> Bell | None:

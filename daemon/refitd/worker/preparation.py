@@ -40,21 +40,24 @@ class Preparation:
         present = self._compiled.plan is self._state.weights.plan
         return present and source is self._source and attest is self._attest and self._compiled.names == set(names)
 
-    def commit(self) -> Answer:
-        """What was rung for is under way already; what was not begins here."""
+    def stand_by(self) -> None:
+        self._copies.stand_by()
+
+    def commit(self, release: int | None) -> Answer:
+        """What was rung for is under way already; what was not begins here, once the trainer has released it."""
         state = self._state
         state.wrote = True
         try:
-            done = self._finish()
+            done = self._finish(release)
         except BaseException:
             state.wrote = self.settle()
             raise
         state.wrote = False
         return done
 
-    def _finish(self) -> Answer:
+    def _finish(self, release: int | None) -> Answer:
         clock, compiled = Clock(), self._compiled
-        self._source.wait_until_written()
+        self._source.wait_until_written(release)
         clock.lap("validate")
         self._copies.run()
         compiled.program.wait(meanwhile=self._rehearse)
@@ -64,6 +67,7 @@ class Preparation:
         check()
         digested = digest()
         self._copies.tell_arrival()
+        self._source.tell_done(release)
         clock.lap("attest")
         return report(compiled.size_bytes, len(compiled.names), compiled.path, compiled.loader_tensors, clock, digested)
 

@@ -185,6 +185,11 @@ class InplaceSource:
     def is_written(self) -> bool:
         return self._segments.is_written()
 
+    def tell_done(self, release: int | None) -> None:
+        """That of a commit which has been released, once nothing of it is left to do."""
+        if release is not None and self._release is not None:
+            self._release.tell_done(release)
+
     def close(self) -> None:
         self._compiled.clear()
         self._segments.close()

@@ -29,8 +29,11 @@ class Prepared(Protocol):
 
     def is_for(self, source: InplaceSource, only: Collection[str] | None, attest: Attest) -> bool: ...
 
-    def commit(self) -> dict[str, Any]:
-        """What was rung for is under way already; what was not begins here."""
+    def stand_by(self) -> None:
+        """Its trainer may ring for it without another word."""
+
+    def commit(self, release: int | None) -> dict[str, Any]:
+        """What was rung for is under way already; what was not begins here, once the trainer has released it."""
 
     def settle(self) -> bool:
         """Whether the copies ran; nothing of them runs any more."""
@@ -81,6 +84,19 @@ class WorkerState:
             # For as long as it is not known.
             wrote, self.wrote = self.wrote, True
             self.wrote = ended.settle() or wrote
+
+    def give_way(self) -> bool:
+        """Ends what stands by, unless its trainer has rung for it: whether it has. All of it is copied then, and its
+        commit will find it so."""
+        ready = self.preparation
+        if ready is None:
+            return False
+        # For as long as it is not known.
+        self.wrote = True
+        self.wrote = ready.settle()
+        if not self.wrote:
+            self.preparation = None
+        return self.wrote
 
     def wait_for_others(self, *, engine_stands: bool = False) -> None:
         """Raises `collective_failed` where the broadcasts of a refit that failed may still arrive."""

@@ -170,11 +170,15 @@ class BroadcastReceived(Fact, frozen=True, kw_only=True):
 
 
 class FinishRefit(Command, frozen=True, kw_only=True):
-    """Commits a bucket refit or a prepared one, or publishes one that is held. With `hold` it becomes held instead."""
+    """Commits a bucket refit or a prepared one, or publishes one that is held. With `hold` it becomes held instead.
+
+    `done`: what each worker writes into its word of the source's bell once it holds all that came through buckets.
+    """
 
     epoch: int
     refit: int
     hold: bool = False
+    done: int | None = None
 
 
 class RefitHeld(Fact, frozen=True, kw_only=True):

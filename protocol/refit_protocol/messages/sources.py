@@ -34,7 +34,8 @@ class OpenSource(Command, frozen=True, kw_only=True):
     `inplace`: `tensors` are the parameters themselves. `bucket`: the segments are staging buckets, `tensors` is empty.
     With `member` it is what one rank holds, and answered when all ranks, each in a session of its own, have sent
     theirs; one of them has to be the writer, and all give its epoch. `deadline_seconds` bounds the wait for the others.
-    `bell` is what starts a prepared refit from this memory, and releases commits: see `refit_protocol.bell`.
+    `bell` is what starts a prepared refit from this memory, and releases commits: see `refit_protocol.bell`. With
+    `stand_by` one stands by for this trainer whenever the engine has nothing to do, where that saves it something.
     """
 
     epoch: int
@@ -44,6 +45,7 @@ class OpenSource(Command, frozen=True, kw_only=True):
     plan: PlanMode | None = None
     member: GroupMember | None = None
     bell: MemfdSegment | None = None
+    stand_by: bool = False
     deadline_seconds: float | None = None
 
 
@@ -53,7 +55,7 @@ class UnplannedTensor(Detail, frozen=True, kw_only=True):
 
 
 class SourceOpened(Fact, frozen=True, kw_only=True):
-    """`release`: whether commits from it may wait for a word of its bell."""
+    """`release`: whether commits from it may wait for a word of its bell. `workers`: how many have a line there."""
 
     source: int
     path: RefitPath
@@ -61,6 +63,7 @@ class SourceOpened(Fact, frozen=True, kw_only=True):
     size_bytes: int
     unplanned: list[UnplannedTensor]
     release: bool = False
+    workers: int = 1
 
 
 class CloseSource(Command, frozen=True, kw_only=True):

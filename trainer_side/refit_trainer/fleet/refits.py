@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -123,6 +124,13 @@ class FleetRefit:
             return self._report(await self._step(Phase.WRITING, lambda _, refit: refit.finish()))
         await self._step(Phase.WRITING, lambda _, refit: refit.hold_finished())
         return await self._publish()
+
+    def is_done(self) -> bool:
+        """That takes what every daemon answers."""
+        return False
+
+    def coming(self, answer: Future[FleetReport]) -> FleetReport:
+        return answer.result()
 
     # --- the end ---
 

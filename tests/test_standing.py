@@ -1,0 +1,403 @@
+"""A refit that stands by: when it may, whom it gives way to, and what becomes of one that was rung for. No vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+from refit_protocol.bell import BELL_BYTES
+from refit_protocol.errors import ErrorCode, ProtocolError
+from refit_protocol.messages import (
+    BeginRefit,
+    CloseSource,
+    CommitRefit,
+    GetDigest,
+    OpenSource,
+    RefitBegan,
+    RefitCommitted,
+    RefitHeld,
+    ReleaseWriter,
+    Sleep,
+    SleepStateChanged,
+    SourceClosed,
+    SourceOpened,
+    WeightsDigest,
+    WriterReleased,
+)
+from refit_protocol.states import EngineState
+from refit_protocol.tensors import MemfdSegment
+from refitd import standing as standing_module
+from refitd.sessions import Session
+from refitd.standing import StandBy, Standing
+from tests.scripted_app import ScriptedApp, loaded_app, worker_refusal
+
+RUNG = {"ok": True, "wrote": True}
+QUIET_SECONDS = 0.002
+
+Start: TypeAlias = Callable[..., Any]
+
+
+@dataclass
+class Trainer:
+    """A writer whose refits stand by."""
+
+    scripted: ScriptedApp
+    session: Session
+    epoch: int
+    source: int
+
+    @property
+    def standing(self) -> StandBy:
+        return self.scripted.app.refit._standing
+
+    @property
+    def calls(self) -> list[str]:
+        return [method for method, _ in self.scripted.llm.asked]
+
+    @property
+    def state(self) -> EngineState:
+        return self.scripted.app.gate.state
+
+    def rings(self) -> None:
+        """As the workers find out when somebody comes."""
+        self.scripted.llm.failures["refitd_give_way"] = RUNG
+
+    async def commit(self, **terms: Any) -> RefitCommitted:
+        command = CommitRefit(epoch=self.epoch, source=self.source, **terms)
+        return await self.scripted.ask(self.session, command, RefitCommitted)
+
+    async def until(self, state: Standing) -> None:
+        async with asyncio.timeout(30):
+            while self.standing.state is not state:
+                await self.standing._changed.wait()
+
+    async def look(self) -> WeightsDigest:
+        """As somebody else; it passes the gate like a request."""
+        return await self.scripted.ask(self.scripted.session(), GetDigest(), WeightsDigest)
+
+
+async def opened(scripted: ScriptedApp, *, stand_by: bool = True) -> Trainer:
+    session, epoch = await scripted.writer()
+    assert session.pid is not None
+    bell = MemfdSegment(pid=session.pid, fd=3, inode=1, size_bytes=BELL_BYTES)
+    command = OpenSource(epoch=epoch, kind="inplace", segments=[], tensors=[], bell=bell, stand_by=stand_by)
+    return Trainer(scripted, session, epoch, (await scripted.ask(session, command, SourceOpened)).source)
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """A daemon for which a refit stands by, after the first one."""
+    monkeypatch.setattr(standing_module, "QUIET_SECONDS", QUIET_SECONDS)
+
+    @asynccontextmanager
+    async def started(**settings: Any) -> AsyncIterator[Trainer]:
+        async with loaded_app(tmp_path, monkeypatch, **settings) as scripted:
+            trainer = await opened(scripted)
+            await trainer.commit()
+            await trainer.until(Standing.UP)
+            yield trainer
+
+    return started
+
+
+def test_the_next_commit_takes_up_what_stands_by(start: Start) -> None:
+    """Again and again; nobody is asked to give way, and the gate is open until the commit comes."""
+
+    async def run() -> None:
+        async with start() as trainer:
+            for version in (2, 3):
+                assert (trainer.state, trainer.calls[-1]) == (EngineState.READY, "refitd_stand_by")
+                assert (await trainer.commit()).report.version == version
+                assert (trainer.calls[-1], trainer.standing.is_up) == ("refitd_commit", False)
+                await trainer.until(Standing.UP)
+            assert "refitd_give_way" not in trainer.calls
+
+    asyncio.run(run())
+
+
+def test_each_has_a_number_of_its_own(start: Start) -> None:
+    """A late ring for one must not start the next."""
+
+    async def run() -> list[int]:
+        async with start() as trainer:
+            await trainer.commit()
+            await trainer.until(Standing.UP)
+            return [args[2] for method, args in trainer.scripted.llm.asked if method == "refitd_stand_by"]
+
+    first, second = asyncio.run(run())
+    assert 0 < first < second
+
+
+def test_nothing_stands_by_unless_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with loaded_app(tmp_path, monkeypatch) as scripted:
+            trainer = await opened(scripted, stand_by=False)
+            await trainer.commit()
+            assert trainer.standing._keeping is None
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("terms", [{"only": []}, {"check_finite": True}])
+def test_a_commit_of_which_more_is_to_be_known_does_not_make_the_next_one_stand_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terms: dict[str, Any]
+) -> None:
+    """Parts of the weights, or values that have to be looked at first."""
+
+    async def run() -> None:
+        async with loaded_app(tmp_path, monkeypatch) as scripted:
+            trainer = await opened(scripted)
+            await trainer.commit(**terms)
+            assert trainer.standing._keeping is None
+
+    asyncio.run(run())
+
+
+def test_whoever_comes_to_the_gate_is_given_way(start: Start) -> None:
+    """Then it stands by again, once they have gone."""
+
+    async def run() -> None:
+        async with start() as trainer:
+            gate = trainer.scripted.app.gate
+            assert await gate.admit() == 1
+            gate.enter()
+            assert (trainer.standing.state, trainer.calls[-1]) == (Standing.DOWN, "refitd_give_way")
+            await asyncio.sleep(5 * QUIET_SECONDS)
+            assert trainer.standing.state is Standing.DOWN
+            gate.leave()
+            await trainer.until(Standing.UP)
+
+    asyncio.run(run())
+
+
+def test_many_that_come_at_once_ask_once(start: Start) -> None:
+    async def run() -> None:
+        async with start() as trainer:
+            gate = trainer.scripted.app.gate
+            assert await asyncio.gather(*(gate.admit() for _ in range(20))) == [1] * 20
+            assert trainer.calls.count("refitd_give_way") == 1
+
+    asyncio.run(run())
+
+
+def test_whoever_comes_while_it_is_made_ready_waits_for_that(start: Start) -> None:
+    """A worker does one thing after the other; the engine must not begin a step meanwhile."""
+
+    async def run() -> None:
+        async with start() as trainer:
+            held = trainer.scripted.llm.hold("refitd_stand_by")
+            await trainer.commit()
+            await held.begun.wait()
+            coming = asyncio.create_task(trainer.scripted.app.gate.admit())
+            await asyncio.sleep(0)
+            assert not coming.done()
+            held.may_end.set()
+            assert await coming == 2
+            assert trainer.calls[-2:] == ["refitd_stand_by", "refitd_give_way"]
+
+    asyncio.run(run())
+
+
+def test_a_commit_that_comes_while_it_is_made_ready_takes_it_up(start: Start) -> None:
+    """Some workers may have been rung for by then."""
+
+    async def run() -> None:
+        async with start() as trainer:
+            held = trainer.scripted.llm.hold("refitd_stand_by")
+            await trainer.commit()
+            await held.begun.wait()
+            committing = asyncio.create_task(trainer.commit())
+            await asyncio.sleep(0)
+            held.may_end.set()
+            assert (await committing).report.version == 3
+            assert trainer.calls[-1] == "refitd_commit"
+            assert "refitd_give_way" not in trainer.calls
+
+    asyncio.run(run())
+
+
+async def begin_another(trainer: Trainer) -> None:
+    session, epoch = trainer.session, trainer.epoch
+    source = await trainer.scripted.open(session, epoch, "bucket")
+    await trainer.scripted.ask(session, BeginRefit(epoch=epoch, source=source), RefitBegan)
+
+
+async def fall_asleep(trainer: Trainer) -> None:
+    await trainer.scripted.ask(trainer.scripted.session(), Sleep(level=1), SleepStateChanged)
+
+
+async def look(trainer: Trainer) -> None:
+    await trainer.look()
+
+
+async def close(trainer: Trainer) -> None:
+    command = CloseSource(epoch=trainer.epoch, source=trainer.source)
+    await trainer.scripted.ask(trainer.session, command, SourceClosed)
+
+
+async def release(trainer: Trainer) -> None:
+    await trainer.scripted.ask(trainer.session, ReleaseWriter(), WriterReleased)
+
+
+async def commit_a_part(trainer: Trainer) -> None:
+    await trainer.commit(only=[])
+
+
+async def hold(trainer: Trainer) -> None:
+    command = CommitRefit(epoch=trainer.epoch, source=trainer.source, hold=True)
+    await trainer.scripted.ask(trainer.session, command, RefitHeld)
+
+
+OTHERS = [begin_another, fall_asleep, look, close, release, commit_a_part, hold]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_it_gives_way_before_the_workers_do_anything_else(
+    start: Start, other: Callable[[Trainer], Coroutine[Any, Any, None]]
+) -> None:
+    async def run() -> None:
+        async with start() as trainer:
+            before = len(trainer.calls)
+            await other(trainer)
+            assert trainer.calls[before] == "refitd_give_way"
+            assert trainer.state is not EngineState.TORN
+
+    asyncio.run(run())
+
+
+def test_where_it_was_rung_for_nobody_passes_before_the_commit(start: Start) -> None:
+    """What is there are the new weights already: whoever has come is served by them, and by their version."""
+
+    async def run() -> None:
+        async with start() as trainer:
+            trainer.rings()
+            coming = asyncio.create_task(trainer.look())
+            await trainer.until(Standing.RUNG)
+            assert not coming.done()
+            await trainer.commit()
+            assert (await coming).version == 2
+            assert trainer.state is EngineState.READY
+
+    asyncio.run(run())
+
+
+def test_what_was_rung_for_and_not_committed_leaves_the_weights_torn(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trainer has stopped in between; a full refit mends it."""
+    monkeypatch.setattr(standing_module, "RELEASE_SECONDS", 0.01)
+
+    async def run() -> None:
+        async with start() as trainer:
+            trainer.rings()
+            with pytest.raises(ProtocolError) as refused:
+                await trainer.look()
+            assert refused.value.code is ErrorCode.TORN
+            await trainer.commit()
+            assert trainer.state is EngineState.READY
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("end", [close, release])
+@pytest.mark.parametrize(("kept", "state"), [("none", EngineState.TORN), ("host", EngineState.READY)])
+def test_what_was_rung_for_is_not_served_once_its_source_is_gone(
+    start: Start, end: Callable[[Trainer], Coroutine[Any, Any, None]], kept: str, state: EngineState
+) -> None:
+    """At once torn, or restored where weights are kept: no commit can come any more."""
+
+    async def run() -> None:
+        async with start(refit={"keep_last": kept}) as trainer:
+            trainer.scripted.llm.failures["refitd_restore"] = {"ok": True, "digest": "0", "digest_parts": {}}
+            trainer.rings()
+            await end(trainer)
+            assert (trainer.state, trainer.scripted.app.gate.version) == (state, 1)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("terms", [{"version": 1}, {"deadline_seconds": -1.0}, {"release": 2}])
+def test_a_commit_that_is_refused_takes_what_was_rung_for_along(start: Start, terms: dict[str, Any]) -> None:
+    """No worker has been asked, and yet new weights are there. Where nothing was rung for, nothing has changed."""
+
+    async def run() -> None:
+        async with start() as trainer:
+            for rung, state in ((False, EngineState.READY), (True, EngineState.TORN)):
+                if rung:
+                    await trainer.until(Standing.UP)
+                    trainer.rings()
+                with pytest.raises(ProtocolError) as refused:
+                    await trainer.commit(**terms)
+                assert refused.value.code is not ErrorCode.TORN
+                assert trainer.state is state
+
+    asyncio.run(run())
+
+
+def test_a_commit_that_fails_leaves_nothing_standing_by(start: Start) -> None:
+    """The worker ends what it had with its failure, and says whether it wrote."""
+
+    async def run() -> None:
+        async with start() as trainer:
+            for wrote, state in ((False, EngineState.READY), (True, EngineState.TORN)):
+                await trainer.until(Standing.UP)
+                trainer.scripted.llm.failures["refitd_commit"] = worker_refusal(ErrorCode.REFIT_FAILED, wrote=wrote)
+                with pytest.raises(ProtocolError):
+                    await trainer.commit()
+                assert (trainer.state, trainer.standing.is_up) == (state, False)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("answer", [{"ok": True, "waiting": False}, worker_refusal(ErrorCode.MANIFEST_MISMATCH)])
+def test_where_nothing_can_wait_it_is_not_tried_again(start: Start, answer: dict[str, Any]) -> None:
+    """Before another commit has shown that it may be worth it; requests pass as ever."""
+
+    async def run() -> None:
+        async with start() as trainer:
+            trainer.scripted.llm.failures["refitd_stand_by"] = answer
+            await trainer.commit()
+            keeping = trainer.standing._keeping
+            assert keeping is not None
+            async with asyncio.timeout(30):
+                await keeping
+            assert (await trainer.look()).version == 2
+            del trainer.scripted.llm.failures["refitd_stand_by"]
+            await trainer.commit()
+            await trainer.until(Standing.UP)
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_dies_meanwhile_says_so(start: Start) -> None:
+    """To whoever comes, who would otherwise wait for ever."""
+
+    async def run() -> None:
+        async with start() as trainer:
+            trainer.scripted.llm.failures["refitd_give_way"] = RuntimeError("the device is gone")
+            with pytest.raises(ProtocolError) as refused:
+                await trainer.look()
+            assert refused.value.code is ErrorCode.ENGINE_DEAD
+            assert not trainer.standing.is_up
+
+    asyncio.run(run())
+
+
+def test_a_daemon_that_stops_lets_none_rise(start: Start) -> None:
+    async def run() -> None:
+        async with start() as trainer:
+            await trainer.scripted.app.refit.settle()
+            await trainer.scripted.app.commit.stand_down()
+            keeping = trainer.standing._keeping
+            assert keeping is not None
+            async with asyncio.timeout(30):
+                await keeping
+            assert not trainer.standing.is_up
+
+    asyncio.run(run())

@@ -1,0 +1,53 @@
+"""What is said of a refit whose answer is still on its way."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+
+from refit_protocol.messages import RefitReport
+from refit_trainer.report import ComingReport
+from tests.trainer.background import in_background
+from tests.trainer.granted import REPORT
+
+
+@pytest.fixture
+def coming() -> Future[RefitReport]:
+    return Future()
+
+
+@pytest.mark.parametrize("name", REPORT.__struct_fields__)
+def test_it_has_all_that_the_daemon_says(coming: Future[RefitReport], name: str) -> None:
+    """Waited for by whoever asks."""
+    thread, outcome = in_background(getattr, ComingReport(coming), name)
+    thread.join(0.01)
+    assert thread.is_alive()
+    coming.set_result(REPORT)
+    thread.join()
+    assert outcome == [getattr(REPORT, name)]
+
+
+def test_it_is_what_it_tells(coming: Future[RefitReport]) -> None:
+    report = ComingReport(coming)
+    coming.set_result(REPORT)
+    assert report == REPORT == report
+    assert report == ComingReport(coming)
+    assert repr(report) == repr(REPORT)
+
+
+def test_what_became_of_the_refit_is_raised(coming: Future[RefitReport], caplog: pytest.LogCaptureFixture) -> None:
+    """And logged, for those who never ask."""
+    report = ComingReport(coming)
+    coming.set_exception(ValueError("the engine has died"))
+    assert "the engine has died" in caplog.text
+    with pytest.raises(ValueError, match="the engine has died"):
+        assert report.version
+
+
+def test_a_client_that_was_closed_complains_of_nothing(
+    coming: Future[RefitReport], caplog: pytest.LogCaptureFixture
+) -> None:
+    ComingReport(coming)
+    coming.cancel()
+    assert not caplog.records

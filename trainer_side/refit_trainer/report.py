@@ -1,0 +1,103 @@
+"""What is said of a refit, by the daemon or as soon as the daemon says it."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from refit_protocol.messages import InflightPolicy, RefitMilliseconds, RefitPath, UnplannedTensor
+from refit_protocol.messages import RefitReport as KnownReport
+
+logger = logging.getLogger(__name__)
+
+
+class RefitReport(Protocol):
+    """What a refit was. Where every worker held the weights before the daemon had said so, whatever is asked of it
+    first waits for that, some tenths of a millisecond, and raises what became of the refit."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def path(self) -> RefitPath: ...
+
+    @property
+    def tensors(self) -> int: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    @property
+    def partial(self) -> bool: ...
+
+    @property
+    def policy(self) -> InflightPolicy: ...
+
+    @property
+    def unplanned(self) -> list[UnplannedTensor]: ...
+
+    @property
+    def digest(self) -> str | None: ...
+
+    @property
+    def milliseconds(self) -> RefitMilliseconds: ...
+
+
+class ComingReport:
+    """Of a refit whose answer is on its way."""
+
+    def __init__(self, coming: Future[KnownReport]) -> None:
+        self._coming = coming
+        coming.add_done_callback(_warn_of_failure)
+
+    @property
+    def version(self) -> int:
+        return self._coming.result().version
+
+    @property
+    def path(self) -> RefitPath:
+        return self._coming.result().path
+
+    @property
+    def tensors(self) -> int:
+        return self._coming.result().tensors
+
+    @property
+    def size_bytes(self) -> int:
+        return self._coming.result().size_bytes
+
+    @property
+    def partial(self) -> bool:
+        return self._coming.result().partial
+
+    @property
+    def policy(self) -> InflightPolicy:
+        return self._coming.result().policy
+
+    @property
+    def unplanned(self) -> list[UnplannedTensor]:
+        return self._coming.result().unplanned
+
+    @property
+    def digest(self) -> str | None:
+        return self._coming.result().digest
+
+    @property
+    def milliseconds(self) -> RefitMilliseconds:
+        return self._coming.result().milliseconds
+
+    def __eq__(self, other: object) -> bool:
+        return self._coming.result() == (other._coming.result() if isinstance(other, ComingReport) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._coming.result())
+
+    def __repr__(self) -> str:
+        return repr(self._coming.result())
+
+
+def _warn_of_failure(coming: Future[Any]) -> None:
+    """Nobody may ever look at the report; the next call has to do with what is left."""
+    if not coming.cancelled() and (error := coming.exception()) is not None:
+        logger.error("every worker held the new weights, but they were not published: %s", error)
