@@ -271,6 +271,20 @@ def test_it_gives_way_before_the_workers_do_anything_else(
     asyncio.run(run())
 
 
+def test_it_gives_way_to_generations(start: Start) -> None:
+    """Which look at the gate by themselves, and do not wait where it is open."""
+
+    async def run() -> None:
+        async with start() as trainer:
+            gate = trainer.scripted.app.gate
+            assert not gate.is_open_to(None)
+            await gate.admit()
+            assert gate.is_open_to(None)
+            assert not gate.is_open_to(2)
+
+    asyncio.run(run())
+
+
 def test_where_it_was_rung_for_nobody_passes_before_the_commit(start: Start) -> None:
     """What is there are the new weights already: whoever has come is served by them, and by their version."""
 

@@ -108,6 +108,7 @@ class StampedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not checked
         self.nan_seen = False
         self.on_nan: Callable[[], None] = lambda: None
         self.requests_added = 0
+        self.before_add: Callable[[], None] = lambda: None
         self.output_handler: asyncio.Task[None] | None
         self._sink: StepSink = lambda _outputs: None
         self._on_death: Callable[[BaseException], None] = lambda _error: None
@@ -137,6 +138,7 @@ class StampedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not checked
         add = self.engine_core.add_request_async
 
         async def counted(request: EngineCoreRequest) -> None:
+            self.before_add()
             self.requests_added += 1
             await add(request)
 

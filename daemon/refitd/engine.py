@@ -174,6 +174,7 @@ class Engine:
             self._llm = await asyncio.get_running_loop().run_in_executor(self._loader, _start, self._config)
             await self._llm.attach(lambda outputs: self.on_step(outputs), lambda error: self.on_death(error))
             self._llm.on_nan = lambda: self.on_nan()
+            self._llm.before_add = self._require_nothing_standing
             await self._warm_up()
             self.info = await self._describe(time.monotonic() - started)
             if not self.llm.has_replicas:
@@ -186,6 +187,10 @@ class Engine:
         except Exception as error:
             raise StartupError(f"the engine did not start: {self._failure(error)}") from error
         return self.info
+
+    def _require_nothing_standing(self) -> None:
+        """Its trainer might write the weights in the middle of a step."""
+        assert self.give_way is None, "no request passes the gate while a refit stands by"
 
     def _failure(self, error: Exception) -> str:
         """What failed in an engine process, if it has said so; `error` is what reached this one."""

@@ -129,6 +129,10 @@ class Gate:
             self.waiting -= 1
         return self.version
 
+    def is_open_to(self, min_version: int | None) -> bool:
+        """Whether whoever comes passes at once; else `admit` says when, or why not."""
+        return self.open and self.give_way is None and (min_version is None or self.version >= min_version)
+
     def enter(self) -> None:
         self.running += 1
 

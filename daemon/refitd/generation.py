@@ -240,7 +240,7 @@ class Generation:
         wanted = job.body.min_version
         if wanted is not None and job.body.max_version_lag is not None:
             wanted = max(0, wanted - job.body.max_version_lag)
-        if not self._is_served(wanted):
+        if not self._gate.is_open_to(wanted):
             self._announce(job)
         await self._submit_all(job, wanted)
         self._announce(job)
@@ -256,9 +256,6 @@ class Generation:
     def _send_started(self, job: Job) -> None:
         self.send(job.session.identity, job.request, Answer(job.started(), last=False))
 
-    def _is_served(self, wanted: int | None) -> bool:
-        return self._gate.open and (wanted is None or self._gate.version >= wanted)
-
     async def _submit_all(self, job: Job, wanted: int | None) -> None:
         for output in job.outputs:
             version = await self._admit(job, wanted)
@@ -271,7 +268,7 @@ class Generation:
 
         The gate may have shut again before the waiting task had its turn: nothing is awaited after the last look.
         """
-        while not (self._is_served(wanted) or job.done.is_set()):
+        while not (self._gate.is_open_to(wanted) or job.done.is_set()):
             await self._wait_at_gate(job, wanted)
         return self._gate.version
 

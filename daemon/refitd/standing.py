@@ -219,12 +219,16 @@ class StandBy:
                 while self.state is Standing.RUNG:
                     await self._changed.wait()
         except TimeoutError:
-            await self._abandon(f"its trainer rang for it, and sent no commit within {RELEASE_SECONDS:g} s")
+            await self._to_its_end(f"its trainer rang for it, and sent no commit within {RELEASE_SECONDS:g} s")
 
     async def _end(self, why: str) -> None:
         """At once, with what has been copied."""
         await self._withdraw()
-        await self._abandon(why)
+        await self._to_its_end(why)
+
+    async def _to_its_end(self, why: str) -> None:
+        """Also when whoever has come does not wait for it any more: it may be putting weights back."""
+        await asyncio.shield(asyncio.create_task(self._abandon(why)))
 
     async def _abandon(self, why: str) -> None:
         """New weights are there that nobody has committed: they are restored, or torn."""

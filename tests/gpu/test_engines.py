@@ -13,6 +13,7 @@ from refit_protocol.errors import ErrorCode
 from refit_trainer import Daemon, RefitdError
 from tests.daemon_process import DaemonProcess
 from tests.gpu.conftest import SETTINGS, digest_of, load_values, running_daemons, sampled
+from tests.gpu.test_standing_refits import stands_by, until_it_stands_by
 
 SLEEPY_CACHE_BYTES = 16 << 30
 GRAPHS = (*SETTINGS, "engine.enforce_eager=false", "engine.max_num_seqs=8")
@@ -87,6 +88,25 @@ def test_sleep_gives_memory_to_the_trainer_and_a_refit_ends_it(
     sleepy.wake_up(["kv_cache"])
     assert sampled(sleepy) == before
     assert sleepy.digest("full").digest == digest_of(sleepy, gpu_model)
+
+
+def test_a_refit_that_stands_by_gives_way_to_sleep(
+    engines: dict[str, DaemonProcess], gpu_model: PreTrainedModel
+) -> None:
+    """And stands by again when the engine has woken and been refitted."""
+    with engines["sleepy"].connect(stand_by=True) as daemon:
+        daemon.refit(gpu_model)
+        before = sampled(daemon)
+        for level in (1, 2):
+            until_it_stands_by(daemon, gpu_model)
+            daemon.sleep(level)  # type: ignore[arg-type]
+            assert not stands_by(daemon, gpu_model)
+            torch.cuda.empty_cache()
+            daemon.wake_up(["weights"])
+            daemon.refit(gpu_model)
+            daemon.wake_up(["kv_cache"])
+            assert sampled(daemon) == before
+        until_it_stands_by(daemon, gpu_model)
 
 
 def test_after_deep_sleep_nothing_is_served_before_a_refit(sleepy: Daemon, gpu_model: PreTrainedModel) -> None:

@@ -29,12 +29,15 @@ from refit_trainer.cuda_memory import CudaBackend, CudaMemory
 from refit_trainer.layouts import dtype_of
 from tests.daemon_process import DaemonProcess
 from tests.gpu.conftest import SETTINGS, SHAPE, digest_of, load_values, running_daemons, sampled
+from tests.gpu.test_standing_refits import bell_of
+from tests.waiting import until
 from tests.wire import RawClient, raw_client
-from tests.worker.models import random_model
+from tests.worker.models import build_model, random_model
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs of one host")
 
 WORLD_SIZE = 2
+WIDE = {"head_dim": 64, "hidden_size": 512, "intermediate_size": 4096, "num_attention_heads": 32}
 # What vLLM's own reduction needs is probed in processes of their own, which takes longer than these tests.
 TWO_GPUS = (*SETTINGS, "engine.tensor_parallel_size=2", "engine.extra.disable_custom_all_reduce=true")
 
@@ -128,6 +131,32 @@ def test_what_was_enqueued_on_both_gpus_is_read(daemon: Daemon) -> None:
         write(model, values[1 - round_ % 2])
         expected = random_model("qwen3", seed=round_ % 2, **SHAPE)
         assert daemon.digest("full").digest == digest_of(daemon, expected)
+
+
+@pytest.fixture(scope="module")
+def wide(short_directory: Path) -> Iterator[DaemonProcess]:
+    """Its workers' slices have rows that the kernel copies: a refit is one launch, as that of a real model."""
+    path = build_model("qwen3", short_directory / "gpu-model-wide", seed=0, **WIDE)
+    with running_daemons(short_directory, {"two-gpus-wide": (path, TWO_GPUS)}) as processes:
+        yield processes["two-gpus-wide"]
+
+
+@pytest.mark.parametrize("devices", [("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")], ids=["one GPU", "both"])
+def test_refits_that_stand_by_are_exact(wide: DaemonProcess, devices: tuple[str, str]) -> None:
+    """Both workers' copies wait for the bell, and are rung for together."""
+    model = random_model("qwen3", seed=0, **WIDE).to(devices[0])
+    model.lm_head.to(devices[1])
+    share_parameters(model)
+    with wide.connect(stand_by=True) as daemon:
+        daemon.acquire_writer(takeover=True)
+        daemon.refit(model)
+        for seed in (1, 0, 1):
+            bell = bell_of(daemon, model)
+            until(lambda bell=bell: bell._awaited[:WORLD_SIZE].all(), "a refit to stand by")
+            values = [parameter.detach() for parameter in random_model("qwen3", seed=seed, **WIDE).parameters()]
+            write(model, values)
+            daemon.refit(model)
+            assert daemon.digest("full").digest == digest_of(daemon, model)
 
 
 def write(model: PreTrainedModel, values: list[torch.Tensor]) -> None:
