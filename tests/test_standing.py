@@ -301,6 +301,25 @@ def test_where_it_was_rung_for_nobody_passes_before_the_commit(start: Start) -> 
     asyncio.run(run())
 
 
+def test_nobody_waits_longer_than_at_any_gate(start: Start) -> None:
+    """And no more of them; the commit may still come."""
+
+    async def run() -> None:
+        async with start(refit={"gate_wait_seconds": 0.02, "max_waiting_requests": 1}) as trainer:
+            gate = trainer.scripted.app.gate
+            trainer.rings()
+            waiting = asyncio.create_task(gate.admit())
+            await trainer.until(Standing.RUNG)
+            for late, code in ((gate.admit(), ErrorCode.TOO_MANY_REQUESTS), (waiting, ErrorCode.DEADLINE_EXCEEDED)):
+                with pytest.raises(ProtocolError) as refused:
+                    await late
+                assert refused.value.code is code
+            await trainer.commit()
+            assert await gate.admit() == 2
+
+    asyncio.run(run())
+
+
 def test_what_was_rung_for_and_not_committed_leaves_the_weights_torn(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

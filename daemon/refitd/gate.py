@@ -111,9 +111,7 @@ class Gate:
         The caller must hand its request to the engine before it awaits anything else.
         Raises the state's typed error, `too_many_requests`, `version_unavailable` or `deadline_exceeded`.
         """
-        while self.give_way is not None:
-            await self.give_way()
-        if self._passes(min_version):
+        if self.give_way is None and self._passes(min_version):
             return self.version
         if self.waiting >= self._max_waiting:
             raise ProtocolError(ErrorCode.TOO_MANY_REQUESTS, f"{self.waiting} requests wait at the gate already")
@@ -121,7 +119,7 @@ class Gate:
         self.waiting += 1
         try:
             async with asyncio.timeout(limit):
-                while not self._passes(min_version):
+                while not await self._passes_now(min_version):
                     await self._change()
         except TimeoutError:
             raise self._waited_too_long(min_version, limit) from None
@@ -161,6 +159,12 @@ class Gate:
         if refusal is not None:
             raise refusal
         return self.open and (min_version is None or self.version >= min_version)
+
+    async def _passes_now(self, min_version: int | None) -> bool:
+        """Once whatever stands by has given way."""
+        while self.give_way is not None:
+            await self.give_way()
+        return self._passes(min_version)
 
     def _waited_too_long(self, min_version: int | None, limit: float) -> ProtocolError:
         if min_version is not None and self.version < min_version:

@@ -34,6 +34,7 @@ from refit_trainer.layouts import Layout, layout_of
 from refit_trainer.packing import FilledBucket, pack
 from tests.canary import unharmed
 from tests.daemon_process import DaemonProcess
+from tests.lending import HostBell
 from tests.trainers import tensors_of
 from tests.wire import RawClient, raw_client
 
@@ -44,6 +45,7 @@ class Trainer:
     """Has packed a whole model, of other weights than those served, into buckets that are each used once."""
 
     def __init__(self, wire: RawClient, memory: Buckets) -> None:
+        self.bell = HostBell()
         self.tensors = tensors = dict(tensors_of(1))
         self.wire = wire
         self.memory = memory
@@ -51,7 +53,7 @@ class Trainer:
         self.filled: list[FilledBucket] = list(pack(tensors.items(), self.layout, memory.views, 1000))
         assert len(self.filled) <= BUCKETS
         self.epoch = wire.ask(AcquireWriter(takeover=True), WriterAcquired).epoch
-        command = OpenSource(epoch=self.epoch, kind="bucket", segments=memory.segments)
+        command = OpenSource(epoch=self.epoch, kind="bucket", segments=memory.segments, bell=self.bell.segment)
         self.source = wire.ask(command, SourceOpened).source
 
     def begin(self, *, again: bool = False) -> BeginRefit:
@@ -69,7 +71,7 @@ class Trainer:
         self.tensors = dict(tensors_of(seed))
         assert list(pack(self.tensors.items(), self.layout, self.memory.views, 1000)) == self.filled
 
-    def post_all(self, refit: int, *, bad_at: int | None = None) -> int:
+    def post_all(self, refit: int, *, bad_at: int | None = None, done: int | None = None) -> int:
         """Every bucket, one that brings an element twice before the one of this number, and the end; returns how many
         messages that were."""
         buckets = [*self.filled]
@@ -80,7 +82,7 @@ class Trainer:
         for filled in buckets:
             command = ApplyBucket(epoch=self.epoch, refit=refit, bucket=filled.bucket, pieces=filled.pieces)
             self.wire.post(command)
-        self.wire.post(FinishRefit(epoch=self.epoch, refit=refit))
+        self.wire.post(FinishRefit(epoch=self.epoch, refit=refit, done=done))
         return len(buckets) + 1
 
 
@@ -120,6 +122,34 @@ def test_a_whole_refit_can_be_sent_before_any_answer(daemon: Daemon, trainer: Tr
         trainer.wire.ask(FinishRefit(epoch=trainer.epoch, refit=began.refit), RefitCommitted)
         assert daemon.verify(trainer.tensors, full=True)
         trainer.repack(2)
+
+
+def test_the_end_is_told_by_the_bell(trainer: Trainer) -> None:
+    """Of a refit that is held, too, whose publishing moves nothing; but not of one that has failed."""
+    bell = trainer.bell
+    for done, bad_at in ((2, None), (4, 3), (6, None)):
+        began = trainer.wire.ask(trainer.begin(), RefitBegan)
+        for _ in range(trainer.post_all(began.refit, bad_at=bad_at, done=done)):
+            trainer.wire.receive()
+        assert bell.done() == (done if bad_at is None else 2)
+    began = trainer.wire.ask(trainer.begin(), RefitBegan)
+    for number in range(len(trainer.filled)):
+        trainer.wire.ask(trainer.numbered(began.refit, number), BucketApplied)
+    trainer.wire.ask(FinishRefit(epoch=trainer.epoch, refit=began.refit, hold=True, done=8), RefitHeld)
+    assert bell.done() == 8
+    trainer.wire.ask(FinishRefit(epoch=trainer.epoch, refit=began.refit, done=10), RefitCommitted)
+    assert bell.done() == 8
+
+
+def test_an_end_that_cannot_be_told_is_refused_and_may_be_sent_again(daemon: Daemon, trainer: Trainer) -> None:
+    """The trainer would wait for it; the refit is still under way."""
+    began = trainer.wire.ask(trainer.begin(), RefitBegan)
+    trainer.post_all(began.refit, done=3)
+    replies = [trainer.wire.receive().body for _ in range(len(trainer.filled) + 1)]
+    (refused,) = [reply for reply in replies if isinstance(reply, Failed)]
+    assert refused.code is ErrorCode.INVALID_DESCRIPTOR
+    trainer.wire.ask(FinishRefit(epoch=trainer.epoch, refit=began.refit), RefitCommitted)
+    assert daemon.verify(trainer.tensors, full=True)
 
 
 def test_buckets_behind_a_begin_that_is_refused_are_refused(daemon: Daemon, trainer: Trainer) -> None:
