@@ -234,18 +234,27 @@ class StandBy:
         """New weights are there that nobody has committed: they are restored, or torn."""
         if self.state is not Standing.RUNG:
             return
-        self._step(StandingEvent.ABANDONED)
         with suppress(ProtocolError):
-            ticket = self._commit.ticket(
-                version=None,
-                policy="keep",
-                attest="off",
-                check_finite=False,
-                deadline_seconds=self._config.deadline_seconds,
-                partial=False,
-            )
-            async with self._commit.window(ticket):
-                raise self._commit.failure(f"what stood by was copied, but not committed: {why}", wrote=True)
+            await self._fail(f"what stood by was copied, but not committed: {why}")
+        if self.state is Standing.RUNG:
+            # Not even a window: its own commit is in one, or the daemon ends.
+            self._step(StandingEvent.ABANDONED)
+
+    async def _fail(self, why: str) -> None:
+        ticket = self._commit.ticket(
+            version=None,
+            policy="keep",
+            attest="off",
+            check_finite=False,
+            deadline_seconds=self._config.deadline_seconds,
+            partial=False,
+        )
+        ticket.stands = True
+        async with self._commit.window(ticket):
+            # Not before the gate is shut: what is there must not be served for a moment. The commit may have come since.
+            if wrote := self.state is Standing.RUNG:
+                self._step(StandingEvent.ABANDONED)
+            raise self._commit.failure(why, wrote=wrote)
 
     def _step(self, event: StandingEvent) -> None:
         self.state = step(STANDING_TRANSITIONS, self.state, event)
