@@ -251,7 +251,7 @@ class StandBy:
         )
         ticket.stands = True
         async with self._commit.window(ticket):
-            # Not before the gate is shut: what is there must not be served for a moment. The commit may have come since.
+            # Not before the gate is shut, since what is there is not to be served; the commit may have come meanwhile.
             if wrote := self.state is Standing.RUNG:
                 self._step(StandingEvent.ABANDONED)
             raise self._commit.failure(why, wrote=wrote)
