@@ -40,6 +40,9 @@ def prepare(environment: MutableMapping[str, str], runtime_directory: Path) -> N
     Raises OSError where none can be made.
     """
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", _compiled_code())
+    # torch looks for these headers in the temp directory, whatever the variable above says: every start on CPUs would
+    # compile them anew, also for kernels that are compiled already.
+    environment.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
     directory = _make_directory()
     content = TemporaryRecord(str(directory), str(ProcessIdentity.of(os.getpid())))
     (runtime_directory / RECORD_NAME).write_bytes(msgspec.json.encode(content))

@@ -13,6 +13,7 @@ import pytest
 
 from refitd import temporary
 from refitd.temporary import MAX_SOCKET_PATH_BYTES, PREFIX, RECORD_NAME, SOCKET_NAME_BYTES
+from tests.daemon_process import DaemonProcess
 
 # A daemon that has its directory, and a child that leaves a file where libraries put theirs.
 DAEMON = """
@@ -78,6 +79,13 @@ def test_the_directory_of_a_killed_daemon_goes_with_the_next_start(
     temporary.clear(runtime_directory)
     assert list(place.iterdir()) == []
     assert not (runtime_directory / RECORD_NAME).exists()
+
+
+def test_nothing_is_compiled_that_goes_with_the_daemon(daemon_process: DaemonProcess) -> None:
+    """An engine that serves has compiled what it needs where the next one finds it."""
+    assert list(daemon_process.temporary_directory.iterdir())
+    assert not list(daemon_process.temporary_directory.rglob("*.gch"))
+    assert not list(daemon_process.temporary_directory.glob("torchinductor_*"))
 
 
 @pytest.fixture
