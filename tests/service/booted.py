@@ -32,6 +32,9 @@ AllowIsolate=yes
 """
 # A machine with many busy processes needs most of a minute to import vLLM alone.
 TIMEOUT_SECONDS = 240.0
+LOOK_SECONDS = 0.05
+# While an engine starts, which takes most of a minute and the processor that a look would take.
+PATIENT_LOOK_SECONDS = 0.5
 T = TypeVar("T")
 
 
@@ -139,6 +142,6 @@ class BootedSystemd:
         return asked.stdout.strip() == "active"
 
 
-def wait_for(condition: Callable[[], T | None], what: str, timeout_seconds: float = TIMEOUT_SECONDS) -> T:
+def wait_for(condition: Callable[[], T | None], what: str, look_seconds: float = LOOK_SECONDS) -> T:
     """The first truthy result; to ask across the namespaces costs a process, so that is not done too often."""
-    return until(condition, what, timeout_seconds, look_seconds=0.05)
+    return until(condition, what, TIMEOUT_SECONDS, look_seconds)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.booted import BootedSystemd, wait_for, why_not_here
+from tests.service.booted import LOOK_SECONDS, PATIENT_LOOK_SECONDS, BootedSystemd, wait_for, why_not_here
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -63,10 +63,10 @@ class Service:
         """As seen out here, the daemon's first."""
         return self.systemd.processes(self.unit)
 
-    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+    def wait_for(self, condition: Callable[[], bool], what: str, look_seconds: float = LOOK_SECONDS) -> None:
         """As `booted.wait_for`; what it did instead is told where it never comes."""
         try:
-            wait_for(condition, what)
+            wait_for(condition, what, look_seconds)
         except AssertionError as late:
             late.add_note(self.account())
             raise
@@ -86,7 +86,10 @@ class Service:
         """Starts it, if need be, and waits until it says that it is ready."""
         self.systemd.systemctl("reset-failed", self.unit, check=False)
         self.systemd.systemctl("start", self.unit)
-        self.wait_for(self.is_active, f"{self.unit} to be active")
+        self.wait_until_active()
+
+    def wait_until_active(self) -> None:
+        self.wait_for(self.is_active, f"{self.unit} to be active", PATIENT_LOOK_SECONDS)
 
     def stop(self) -> None:
         self.systemd.systemctl("stop", self.unit)
@@ -101,7 +104,7 @@ class Service:
 
     def wait_until_active_again(self, old_pid: int) -> None:
         self.wait_for_restart(old_pid)
-        self.wait_for(self.is_active, f"{self.unit} to be active again")
+        self.wait_until_active()
 
     def journal(self) -> str:
         return self.systemd.journal("-u", self.unit)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.booted import BootedSystemd
+from tests.service.booted import PATIENT_LOOK_SECONDS, BootedSystemd
 from tests.service.client import STREAMS
 from tests.service.conftest import CONFIGURATION, Service, configure
 
@@ -104,7 +104,7 @@ def test_a_machine_that_is_too_full_is_given_up_after_a_few_starts(systemd: Boot
     content = CONFIGURATION.format(model=model_path)
     configure(systemd, "full", content.replace("cpu_kv_cache_gib = 1", "cpu_kv_cache_gib = 1000000"))
     assert systemd.systemctl("start", service.unit, check=False).returncode != 0
-    service.wait_for(lambda: service.show("ActiveState") == "failed", "systemd to give up")
+    service.wait_for(lambda: service.show("ActiveState") == "failed", "systemd to give up", PATIENT_LOOK_SECONDS)
     assert service.show("ExecMainStatus") == "3"
     assert service.processes() == []
     journal = service.journal()
@@ -196,7 +196,7 @@ def test_a_killed_daemon_leaves_nothing_and_comes_back(running: Service) -> None
     running.signal(daemon, "KILL")
     running.wait_for_restart(pid)
     assert not set(running.processes()) & {daemon, *engine}
-    running.wait_for(running.is_active, "the service to be active again")
+    running.wait_until_active()
     assert client_status(running)["state"] == "ready"
 
 
