@@ -1,4 +1,8 @@
-"""One real engine per test session, and what every test may lean on."""
+"""One real engine per test session, and what every test may lean on.
+
+With `pytest -n`, the process that only divides the tests reads this file before it starts the others: torch and
+transformers, whose import takes seconds, are left to these.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,17 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from transformers import PreTrainedModel
 
 from refit_protocol.messages import Status
-from refit_trainer import Daemon, Sampling, share_parameters
+from refit_trainer import Daemon, Sampling
 from tests.daemon_process import DaemonProcess, running_daemon
-from tests.tiny_tokenizer import EOS_TOKEN_IDS, build_tokenizer
 from tests.wire import RawClient, raw_client
-from tests.worker.models import build_model, random_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PROMPT = [5, 60, 7, 400, 9]
 # A shell that runs the tests in the background ignores SIGINT for them, and so for all that they start.
@@ -45,6 +48,9 @@ def short_directory() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def model_path(short_directory: Path) -> Path:
     """An untied two-layer Qwen3 with weights of seed 0 and a tokenizer."""
+    from tests.tiny_tokenizer import EOS_TOKEN_IDS, build_tokenizer
+    from tests.worker.models import build_model
+
     path = short_directory / "model"
     build_model("qwen3", path, seed=0, eos_token_id=EOS_TOKEN_IDS)
     build_tokenizer(path)
@@ -100,11 +106,18 @@ def writer(daemon_process: DaemonProcess) -> Iterator[RawClient]:
 @pytest.fixture
 def model() -> PreTrainedModel:
     """The trainer's model, weights A (seed 0), its parameters shared."""
+    from refit_trainer import share_parameters
+    from tests.worker.models import random_model
+
     return share_parameters(random_model("qwen3", seed=0))
 
 
 def load_seed(model: PreTrainedModel, seed: int) -> None:
     """Gives the shared model the weights of another seed, in place."""
+    import torch
+
+    from tests.worker.models import random_model
+
     other = random_model("qwen3", seed=seed)
     with torch.no_grad():
         for parameter, new in zip(model.parameters(), other.parameters(), strict=True):
