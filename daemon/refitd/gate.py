@@ -158,7 +158,7 @@ class Gate:
         refusal = self.refusal()
         if refusal is not None:
             raise refusal
-        return self.open and (min_version is None or self.version >= min_version)
+        return self.is_open_to(min_version)
 
     async def _passes_now(self, min_version: int | None) -> bool:
         """Once whatever stands by has given way."""

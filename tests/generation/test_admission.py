@@ -67,3 +67,29 @@ def test_a_refit_that_follows_another_at_once_finds_no_request_in_between(tmp_pa
         assert len(await answers) == 1
 
     asyncio.run(run())
+
+
+def test_what_stands_by_gives_way_before_the_engine_hears_of_a_request(tmp_path: Path) -> None:
+    """Though the gate is open: until then the trainer could have new weights copied under the request's steps."""
+
+    async def run() -> None:
+        serving = Serving(tmp_path)
+        gate = serving.gate
+        gate.step(EngineEvent.REFIT_COMMITTED)
+        may_go = asyncio.Event()
+
+        async def give_way() -> None:
+            await may_go.wait()
+            gate.give_way = None
+
+        gate.give_way = give_way
+        answers = asyncio.create_task(serving.generate())
+        await turns(SOME_TURNS)
+        assert (len(serving.engine.running), gate.running) == (0, 0)
+        may_go.set()
+        while not serving.engine.running:  # noqa: ASYNC110 - the scripted engine has no event
+            await asyncio.sleep(0)
+        serving.engine.step()
+        assert len(await answers) == 1
+
+    asyncio.run(run())
