@@ -338,6 +338,28 @@ def test_what_was_rung_for_and_not_committed_leaves_the_weights_torn(
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("end", [look, close])
+def test_it_is_ended_to_the_end_though_nobody_waits_for_that_any_more(
+    start: Start, monkeypatch: pytest.MonkeyPatch, end: Callable[[Trainer], Coroutine[Any, Any, None]]
+) -> None:
+    """A request that was cancelled, or a session that has gone, must not leave new weights behind that pass for the old
+    ones."""
+    monkeypatch.setattr(standing_module, "RELEASE_SECONDS", 0.01)
+
+    async def run() -> None:
+        async with start() as trainer:
+            trainer.rings()
+            async with trainer.scripted.app.commit.cleaning.order:
+                ending = asyncio.create_task(end(trainer))
+                await trainer.until(Standing.DOWN)
+                ending.cancel()
+                await asyncio.wait([ending])
+            await asyncio.wait(trainer.scripted.app.refit._running.tasks)
+            assert trainer.state is EngineState.TORN
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("end", [close, release])
 @pytest.mark.parametrize(("kept", "state"), [("none", EngineState.TORN), ("host", EngineState.READY)])
 def test_what_was_rung_for_is_not_served_once_its_source_is_gone(

@@ -75,7 +75,7 @@ class Refit:
         self.writer = Writer(epoch)
         self._ids = itertools.count(1)
         self._running = Running()
-        self._standing = StandBy(config.refit, engine, gate, commit, self._ids)
+        self._standing = StandBy(config.refit, engine, gate, commit, self._running, self._ids)
         self._sources = Sources(config, engine, commit, self.writer, self._standing, self._ids, self._running.run)
         self._window = OpenWindow(config.refit, engine, commit, self.writer, self._sources, self._running)
         self.buckets = BucketRefits(config, engine, gate, commit, self._sources, self._window, self._running, self._ids)

@@ -22,6 +22,7 @@ from refitd.commit import Commit, Ticket
 from refitd.config import RefitConfig
 from refitd.engine import Engine
 from refitd.gate import Gate
+from refitd.running import Running
 from refitd.source import Source
 
 # Without a request or a refit. A phase of training lasts much longer, a pause between two batches does not.
@@ -62,11 +63,14 @@ STANDING_TRANSITIONS: dict[tuple[Standing, StandingEvent], Standing] = {
 class StandBy:
     """At most one refit at a time. Belongs to the event loop's thread."""
 
-    def __init__(self, config: RefitConfig, engine: Engine, gate: Gate, commit: Commit, ids: Iterator[int]) -> None:
+    def __init__(
+        self, config: RefitConfig, engine: Engine, gate: Gate, commit: Commit, running: Running, ids: Iterator[int]
+    ) -> None:
         self._config = config
         self._engine = engine
         self._gate = gate
         self._commit = commit
+        self._running = running
         self._ids = ids
         self.state = Standing.DOWN
         self._source: Source | None = None
@@ -109,7 +113,7 @@ class StandBy:
     async def refused(self, source: Source, why: str) -> None:
         """No commit comes any more for what stands by for this source."""
         if self._source is source:
-            await self._end(why)
+            await self._running.to_its_end(self._end(why))
 
     def want(self, source: Source, ticket: Ticket) -> None:
         """After a commit: from now on the next one like it is to stand by, if its trainer wishes."""
@@ -121,7 +125,11 @@ class StandBy:
     # --- for everybody else -------------------------------------------------------------------------------------------
 
     async def give_way(self) -> None:
-        """Comes back when none stands by, for the moment: ended, or committed where its trainer has rung already."""
+        """Comes back when none stands by, for the moment: ended, or committed where its trainer has rung already. Goes
+        on when whoever has come is gone: half-way new weights might be there that nobody knows of."""
+        await self._running.to_its_end(self._give_way())
+
+    async def _give_way(self) -> None:
         await self._withdraw()
         if self.state is Standing.RUNG:
             await self._await_commit()
