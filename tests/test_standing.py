@@ -338,6 +338,38 @@ def test_what_was_rung_for_and_not_committed_leaves_the_weights_torn(
     asyncio.run(run())
 
 
+def test_nobody_waits_longer_for_its_commit_than_for_a_refit(start: Start) -> None:
+    """Nor do more: as ever at the gate, whoever comes is bounded by its own time and by the daemon's settings."""
+
+    async def run() -> None:
+        async with start(refit={"gate_wait_seconds": 0.05, "max_waiting_requests": 2}) as trainer:
+            trainer.rings()
+            gate = trainer.scripted.app.gate
+            outcomes = await asyncio.gather(
+                gate.admit(), gate.admit(wait_seconds=0.01), gate.admit(), return_exceptions=True
+            )
+            assert [outcome.code for outcome in outcomes if isinstance(outcome, ProtocolError)] == [
+                ErrorCode.DEADLINE_EXCEEDED,
+                ErrorCode.DEADLINE_EXCEEDED,
+                ErrorCode.TOO_MANY_REQUESTS,
+            ]
+            assert trainer.standing.state is Standing.RUNG
+            await trainer.commit()
+            assert await gate.admit() == 2
+
+    asyncio.run(run())
+
+
+def test_it_gives_way_where_nobody_may_wait(start: Start) -> None:
+    """At a shut gate, that is: what stands by is to cost nobody a refusal for good."""
+
+    async def run() -> None:
+        async with start(refit={"max_waiting_requests": 0}) as trainer:
+            assert await trainer.scripted.app.gate.admit() == 1
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("end", [look, close])
 def test_it_is_ended_to_the_end_though_nobody_waits_for_that_any_more(
     start: Start, monkeypatch: pytest.MonkeyPatch, end: Callable[[Trainer], Coroutine[Any, Any, None]]

@@ -61,6 +61,10 @@ class Gate:
     def open(self) -> bool:
         return self.state is EngineState.READY
 
+    def is_open_to(self, min_version: int | None = None) -> bool:
+        """Whether `admit` would come back at once."""
+        return self.open and self.give_way is None and (min_version is None or self.version >= min_version)
+
     def step(self, event: EngineEvent) -> None:
         """Raises `not_allowed_now` where the table does not allow `event`."""
         self.state = step(ENGINE_TRANSITIONS, self.state, event)
@@ -106,30 +110,28 @@ class Gate:
         return ProtocolError(code, advice, state=self.state.value)
 
     async def admit(self, min_version: int | None = None, wait_seconds: float | None = None) -> int:
-        """Waits, bounded, while a refit is under way or `min_version` is not served yet; returns the version served.
+        """Waits, bounded, while a refit is under way or stands by, or `min_version` is not served yet; returns the
+        version served.
 
         The caller must hand its request to the engine before it awaits anything else.
         Raises the state's typed error, `too_many_requests`, `version_unavailable` or `deadline_exceeded`.
         """
-        if self.give_way is None and self._passes(min_version):
+        if self._passes(min_version):
             return self.version
-        if self.waiting >= self._max_waiting:
+        # Somebody has to ask what stands by to give way.
+        if self.waiting >= max(self._max_waiting, self.give_way is not None):
             raise ProtocolError(ErrorCode.TOO_MANY_REQUESTS, f"{self.waiting} requests wait at the gate already")
         limit = self._wait_seconds if wait_seconds is None else min(wait_seconds, self._wait_seconds)
         self.waiting += 1
         try:
             async with asyncio.timeout(limit):
-                while not await self._passes_now(min_version):
-                    await self._change()
+                while not self._passes(min_version):
+                    await (self._change() if self.give_way is None else self.give_way())
         except TimeoutError:
             raise self._waited_too_long(min_version, limit) from None
         finally:
             self.waiting -= 1
         return self.version
-
-    def is_open_to(self, min_version: int | None) -> bool:
-        """Whether whoever comes passes at once; else `admit` says when, or why not."""
-        return self.open and self.give_way is None and (min_version is None or self.version >= min_version)
 
     def enter(self) -> None:
         self.running += 1
@@ -159,12 +161,6 @@ class Gate:
         if refusal is not None:
             raise refusal
         return self.is_open_to(min_version)
-
-    async def _passes_now(self, min_version: int | None) -> bool:
-        """Once whatever stands by has given way."""
-        while self.give_way is not None:
-            await self.give_way()
-        return self._passes(min_version)
 
     def _waited_too_long(self, min_version: int | None, limit: float) -> ProtocolError:
         if min_version is not None and self.version < min_version:
