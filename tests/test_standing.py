@@ -462,6 +462,29 @@ def test_where_nothing_can_wait_it_is_not_tried_again(start: Start, answer: dict
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_worker_that_cannot_give_way_may_have_copied(
+    start: Start, monkeypatch: pytest.MonkeyPatch, commits: bool
+) -> None:
+    """Nobody knows, and another may even have said so: it is as if it had been rung for."""
+    monkeypatch.setattr(standing_module, "RELEASE_SECONDS", 30.0 if commits else 0.01)
+
+    async def run() -> None:
+        async with start() as trainer:
+            trainer.scripted.llm.failures["refitd_give_way"] = [worker_refusal(ErrorCode.INTERNAL), RUNG]
+            coming = asyncio.create_task(trainer.look())
+            await trainer.until(Standing.RUNG)
+            if commits:
+                await trainer.commit()
+                assert (await coming).version == 2
+            else:
+                with pytest.raises(ProtocolError) as refused:
+                    await coming
+                assert refused.value.code is ErrorCode.TORN
+
+    asyncio.run(run())
+
+
 def test_an_engine_that_dies_meanwhile_says_so(start: Start) -> None:
     """To whoever comes, who would otherwise wait for ever."""
 

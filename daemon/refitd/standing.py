@@ -24,6 +24,7 @@ from refitd.engine import Engine
 from refitd.gate import Gate
 from refitd.running import Running
 from refitd.source import Source
+from refitd.worker_error import WorkerError
 
 # Without a request or a refit. A phase of training lasts much longer, a pause between two batches does not.
 QUIET_SECONDS = 0.1
@@ -42,7 +43,7 @@ class StandingEvent(StrEnum):
     BEGUN = "the workers are asked to make it ready"
     READY = "the workers have answered"
     GAVE_WAY = "somebody came, and nothing had been copied"
-    WAS_RUNG = "somebody came, but the trainer had rung"
+    WAS_RUNG = "somebody came, but the trainer had rung, or nobody can say that it had not"
     COMMITTED = "its commit has come, and the workers have done it"
     ABANDONED = "no commit came for what was rung, or the engine died"
 
@@ -208,13 +209,16 @@ class StandBy:
                 answers = await self._engine.call_workers(
                     "refitd_give_way", timeout_seconds=self._config.deadline_seconds, direct=True, standing=True
                 )
+            except WorkerError as error:
+                log.warning("a worker could not give way", reason=error.message)
+                # What it has copied nobody knows.
+                self._leave(StandingEvent.WAS_RUNG)
             except ProtocolError:
                 self._leave(StandingEvent.ABANDONED)
                 raise
-            self._leave(self._event_of(wrote=any(answer["wrote"] for answer in answers)))
-
-    def _event_of(self, *, wrote: bool) -> StandingEvent:
-        return StandingEvent.WAS_RUNG if wrote else StandingEvent.GAVE_WAY
+            else:
+                wrote = any(answer["wrote"] for answer in answers)
+                self._leave(StandingEvent.WAS_RUNG if wrote else StandingEvent.GAVE_WAY)
 
     def _leave(self, event: StandingEvent) -> None:
         """Unless the commit has come meanwhile."""
