@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from refit_protocol.bell import BELL_BYTES
+from refit_protocol.bell import BELL_BYTES, RELEASE_SECONDS
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import (
     BeginRefit,
@@ -35,7 +35,7 @@ from refit_protocol.tensors import MemfdSegment
 from refitd import standing as standing_module
 from refitd.sessions import Session
 from refitd.standing import StandBy, Standing
-from tests.scripted_app import ScriptedApp, loaded_app, worker_refusal
+from tests.scripted_app import Held, ScriptedApp, loaded_app, worker_refusal
 
 RUNG = {"ok": True, "wrote": True}
 QUIET_SECONDS = 0.002
@@ -438,6 +438,74 @@ def test_a_commit_that_fails_leaves_nothing_standing_by(start: Start) -> None:
                 with pytest.raises(ProtocolError):
                     await trainer.commit()
                 assert (trainer.state, trainer.standing.is_up) == (state, False)
+
+    asyncio.run(run())
+
+
+def test_a_commit_that_fails_waits_for_none_that_was_rung_for(start: Start) -> None:
+    """It is the one: what was kept is put back at once, and once."""
+
+    async def run() -> None:
+        async with start(refit={"keep_last": "host"}) as trainer:
+            trainer.scripted.llm.failures["refitd_restore"] = {"ok": True, "digest": "0", "digest_parts": {}}
+            trainer.scripted.llm.failures["refitd_commit"] = worker_refusal(ErrorCode.REFIT_FAILED, wrote=True)
+            trainer.rings()
+            coming = asyncio.create_task(trainer.look())
+            await trainer.until(Standing.RUNG)
+            with pytest.raises(ProtocolError) as refused:
+                async with asyncio.timeout(RELEASE_SECONDS / 2):
+                    await trainer.commit()
+            assert refused.value.code is ErrorCode.REFIT_FAILED
+            assert (await coming).version == 1
+            assert trainer.calls.count("refitd_restore") == 1
+
+    asyncio.run(run())
+
+
+async def in_its_window(trainer: Trainer) -> tuple[asyncio.Task[RefitCommitted], Held]:
+    """A commit that will be refused before a worker is asked for it, but not before the test lets go."""
+    trainer.scripted.llm.requests_added += 1
+    settling = trainer.scripted.llm.hold("is_sleeping")
+    committing = asyncio.create_task(trainer.commit(deadline_seconds=QUIET_SECONDS))
+    await settling.begun.wait()
+    await asyncio.sleep(QUIET_SECONDS)
+    return committing, settling
+
+
+def test_a_commit_that_has_come_is_waited_for(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a deadline of its own; where it is refused after all, new weights are there all the same."""
+    monkeypatch.setattr(standing_module, "RELEASE_SECONDS", QUIET_SECONDS)
+
+    async def run() -> None:
+        async with start() as trainer:
+            trainer.rings()
+            committing, settling = await in_its_window(trainer)
+            coming = asyncio.create_task(trainer.look())
+            await trainer.until(Standing.RUNG)
+            await asyncio.sleep(5 * QUIET_SECONDS)
+            settling.may_end.set()
+            for each in (committing, coming):
+                with pytest.raises(ProtocolError):
+                    await each
+            assert trainer.state is EngineState.TORN
+
+    asyncio.run(run())
+
+
+def test_a_second_commit_that_is_refused_leaves_the_first_what_stands_by(start: Start) -> None:
+    """Where that fails in turn, it is known that new weights are there."""
+
+    async def run() -> None:
+        async with start() as trainer:
+            trainer.rings()
+            committing, settling = await in_its_window(trainer)
+            with pytest.raises(ProtocolError) as refused:
+                await trainer.commit()
+            assert refused.value.code is ErrorCode.REFIT_IN_PROGRESS
+            settling.may_end.set()
+            with pytest.raises(ProtocolError):
+                await committing
+            assert trainer.state is EngineState.TORN
 
     asyncio.run(run())
 

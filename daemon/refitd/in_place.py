@@ -22,8 +22,7 @@ async def write_in_place(
     release: int | None = None,
 ) -> list[dict[str, Any]]:
     """One pass over the bytes, straight from the trainer's parameters, when it has released them if it is to; what the
-    workers say of it."""
-    ticket.check()
+    workers say of it. Behind a `ticket.check()`."""
     answers = await engine.call_workers(
         "refitd_commit",
         source.id,
@@ -47,6 +46,7 @@ async def finish_in_place(
     """`write_in_place` of what was prepared: the trainer may have had the copies begin before it is asked for here, and
     whatever refuses the refit then must not open the gate over them."""
     try:
+        ticket.check()
         return await write_in_place(engine, config, source, only, ticket)
     except WorkerError as error:
         error.wrote = error.wrote or await ended_with_writes(engine, config)

@@ -218,18 +218,24 @@ class Refit:
             # First of all, since everything else is done meanwhile.
             self._engine.rehearse_in_workers(source.id)
         ticket = ticket_for(body, self._commit, self._config.refit, partial=body.only is not None)
-        ticket.stands = self._standing.is_for(source, ticket, hold=body.hold)
+        self._standing.expect(source, ticket, hold=body.hold)
         return ticket
 
     async def _commit_in_place(self, source: Source, body: CommitRefit, ticket: Ticket) -> RefitReport:
-        async with self._standing.refused_by_failure(source), self._commit.window(ticket):
-            answers = await write_in_place(self._engine, self._config.refit, source, body.only, ticket, body.release)
-            self._standing.committed(ticket)
+        async with self._standing.taken_up(source, ticket), self._commit.window(ticket):
+            ticket.check()
+            try:
+                answers = await write_in_place(
+                    self._engine, self._config.refit, source, body.only, ticket, body.release
+                )
+            finally:
+                self._standing.answered(ticket)
             return await self._commit.publish(ticket, answers)
 
     async def _hold_in_place(self, source: Source, body: CommitRefit, ticket: Ticket) -> RefitHeld:
         refit = OpenRefit(next(self._ids), source.session, source, {}, ticket)
         async with self._window.opened(refit):
+            ticket.check()
             refit.held = await write_in_place(self._engine, self._config.refit, source, body.only, ticket, body.release)
             return refit.as_held()
 

@@ -44,7 +44,7 @@ class StandingEvent(StrEnum):
     READY = "the workers have answered"
     GAVE_WAY = "somebody came, and nothing had been copied"
     WAS_RUNG = "somebody came, but the trainer had rung, or nobody can say that it had not"
-    COMMITTED = "its commit has come, and the workers have done it"
+    COMMITTED = "its commit has come, and the workers have answered it"
     ABANDONED = "no commit came for what was rung, or the engine died"
 
 
@@ -80,6 +80,8 @@ class StandBy:
         self._asking = asyncio.Lock()
         self._changed = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
+        # How many have come that take it up, and have not ended.
+        self._commits = 0
 
     # --- for commits in place -----------------------------------------------------------------------------------------
 
@@ -88,32 +90,37 @@ class StandBy:
         async with self._asking:
             return
 
-    def is_for(self, source: Source, ticket: Ticket, *, hold: bool) -> bool:
-        """Whether this very commit is what stands by."""
+    def expect(self, source: Source, ticket: Ticket, *, hold: bool) -> None:
+        """Finds out whether this very commit is what stands by; if so, `taken_up` is to follow."""
         stands = self.state in (Standing.UP, Standing.RUNG) and self._source is source
-        return stands and not (hold or ticket.partial or ticket.check_finite)
+        ticket.stands = stands and not (hold or ticket.partial or ticket.check_finite)
+        self._commits += ticket.stands
 
     @property
     def is_up(self) -> bool:
         return self.state is not Standing.DOWN
 
-    def committed(self, ticket: Ticket) -> None:
-        """The workers have done what stood by, or the same without it where it had given way."""
+    def answered(self, ticket: Ticket) -> None:
+        """The workers have done what stood by, or the same without it where it had given way, or say what they have
+        written of it; nothing stands by at them."""
         if ticket.stands and self.is_up:
             self._step(StandingEvent.COMMITTED)
 
     @asynccontextmanager
-    async def refused_by_failure(self, source: Source) -> AsyncIterator[None]:
+    async def taken_up(self, source: Source, ticket: Ticket) -> AsyncIterator[None]:
         """Around a commit: what stands by for it ends with it, also where no worker has been asked."""
         try:
-            yield
-        except ProtocolError as error:
-            await self.refused(source, error.message)
+            try:
+                yield
+            finally:
+                self._commits -= ticket.stands
+        except Exception as error:
+            await self.refused(source, str(error))
             raise
 
     async def refused(self, source: Source, why: str) -> None:
-        """No commit comes any more for what stands by for this source."""
-        if self._source is source:
+        """No commit comes any more for what stands by for this source, but for one that has come already."""
+        if self._source is source and not self._commits:
             await self._running.to_its_end(self._end(why))
 
     def want(self, source: Source, ticket: Ticket) -> None:
@@ -152,8 +159,7 @@ class StandBy:
             while self._wanted is not None:
                 if await self._is_quiet():
                     await self._rise(*self._wanted)
-                while self.state is not Standing.DOWN:
-                    await self._changed.wait()
+                await self._until_down()
         # The boundary of a task that nobody waits for: an engine that has died has its own way to say so.
         except Exception as error:  # noqa: BLE001
             log.warning("no refit stands by any more", reason=str(error))
@@ -226,12 +232,18 @@ class StandBy:
             self._step(event)
 
     async def _await_commit(self) -> None:
+        """One that has come has its own deadline."""
         try:
             async with asyncio.timeout(RELEASE_SECONDS):
-                while self.state is Standing.RUNG:
-                    await self._changed.wait()
+                await self._until_down()
         except TimeoutError:
-            await self._to_its_end(f"its trainer rang for it, and sent no commit within {RELEASE_SECONDS:g} s")
+            if self._commits:
+                await self._until_down()
+            await self._abandon(f"its trainer rang for it, and sent no commit within {RELEASE_SECONDS:g} s")
+
+    async def _until_down(self) -> None:
+        while self.is_up:
+            await self._changed.wait()
 
     async def _end(self, why: str) -> None:
         """At once, with what has been copied."""
