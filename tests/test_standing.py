@@ -579,3 +579,21 @@ def test_a_daemon_that_stops_lets_none_rise(start: Start) -> None:
             assert not trainer.standing.is_up
 
     asyncio.run(run())
+
+
+def test_it_is_not_rehearsed_away(start: Start) -> None:
+    """A rehearsal ends what was prepared; of what had been rung for nobody would know."""
+
+    async def run() -> None:
+        async with start() as trainer:
+            source = await trainer.scripted.open(trainer.session, trainer.epoch, "bucket")
+            trainer.scripted.app.refit._sources.find(source).replayed = True
+            await trainer.until(Standing.UP)
+            trainer.scripted.app.engine._awake_seconds = 1.0
+            sent: list[str] = []
+            trainer.scripted.app.engine._sent_directly = lambda method, _: sent.append(method)  # type: ignore[method-assign, assignment, func-returns-value]
+            command = BeginRefit(epoch=trainer.epoch, source=source)
+            await trainer.scripted.ask(trainer.session, command, RefitBegan)
+            assert "refitd_rehearse" not in sent
+
+    asyncio.run(run())

@@ -241,7 +241,9 @@ class Engine:
     def rehearse_in_workers(self, source: int) -> None:
         """Has the workers do what comes first in a refit from this source, while the caller does what comes before it:
         a second time takes them a fraction. Nothing where it cannot be done directly, or on CPUs, which are busy with
-        the caller's own work."""
+        the caller's own work, or where a refit stands by: it would end, whether it was rung for or not."""
+        if self.give_way is not None:
+            return
         if self._awake_seconds and (answers := self._sent_directly("refitd_rehearse", (source,))) is not None:
             # The calls behind it are told whatever there is to know.
             answers.add_done_callback(lambda done: done.cancelled() or done.exception())

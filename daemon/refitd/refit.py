@@ -214,7 +214,7 @@ class Refit:
     def _ticket_in_place(self, source: Source, body: CommitRefit) -> Ticket:
         if body.release is not None:
             source.require_release(body.release)
-        if source.replayed and not self._commit.is_busy and not self._standing.is_up:
+        if source.replayed and not self._commit.is_busy:
             # First of all, since everything else is done meanwhile.
             self._engine.rehearse_in_workers(source.id)
         ticket = ticket_for(body, self._commit, self._config.refit, partial=body.only is not None)
