@@ -571,12 +571,45 @@ def test_a_daemon_that_stops_lets_none_rise(start: Start) -> None:
     async def run() -> None:
         async with start() as trainer:
             await trainer.scripted.app.refit.settle()
-            await trainer.scripted.app.commit.stand_down()
             keeping = trainer.standing._keeping
             assert keeping is not None
             async with asyncio.timeout(30):
                 await keeping
             assert not trainer.standing.is_up
+
+    asyncio.run(run())
+
+
+def test_a_daemon_that_stops_serves_nothing_that_was_not_committed(start: Start) -> None:
+    """Requests that have come may still be answered; the commit that follows the ringing is refused."""
+
+    async def run() -> None:
+        async with start() as trainer:
+            trainer.rings()
+            coming = asyncio.create_task(trainer.look())
+            await trainer.until(Standing.RUNG)
+            await trainer.scripted.app.refit.settle()
+            with pytest.raises(ProtocolError) as refused:
+                await coming
+            assert refused.value.code is ErrorCode.TORN
+
+    asyncio.run(run())
+
+
+def test_a_daemon_that_stops_ends_what_its_commit_did_not(start: Start) -> None:
+    """That had come, and was given up before a worker was asked for it."""
+
+    async def run() -> None:
+        async with start() as trainer:
+            trainer.rings()
+            committing, settling = await in_its_window(trainer)
+            stopping = asyncio.create_task(trainer.scripted.app.refit.settle())
+            await asyncio.sleep(0)
+            settling.may_end.set()
+            await stopping
+            with pytest.raises(ProtocolError):
+                await committing
+            assert trainer.state is EngineState.TORN
 
     asyncio.run(run())
 

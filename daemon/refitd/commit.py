@@ -49,7 +49,8 @@ log = structlog.get_logger()
 @dataclass
 class Ticket:
     """One refit's terms, and the clock of its phases; `waited_seconds` for its trainer are not its own. `stands`: it is
-    the one that stands by, and does not give way."""
+    the one that stands by, and does not give way. `undoes`: it is for what was copied without a refit, and begins also
+    while the daemon drains."""
 
     version: int
     policy: InflightPolicy
@@ -61,6 +62,7 @@ class Ticket:
     shut: float = 0.0
     waited_seconds: float = 0.0
     stands: bool = False
+    undoes: bool = False
     _withdrawn: str | None = None
     _waiting: asyncio.Future[None] | None = None
 
@@ -168,6 +170,7 @@ class Commit:
         check_finite: bool,
         deadline_seconds: float,
         partial: bool,
+        undoes: bool = False,
     ) -> Ticket:
         """Raises what makes a refit impossible from the start: state, version, a partial one on torn weights."""
         if version is not None and version > MAX_CHOSEN_VERSION:
@@ -175,12 +178,13 @@ class Commit:
                 ErrorCode.LIMIT_EXCEEDED, f"version {version} is not below 2^63", limit=MAX_CHOSEN_VERSION
             )
         wanted = self._gate.version + 1 if version is None else version
-        ticket = Ticket(wanted, policy, attest, check_finite, deadline_seconds, partial)
+        ticket = Ticket(wanted, policy, attest, check_finite, deadline_seconds, partial, undoes=undoes)
         self._check(ticket)
         return ticket
 
     def _check(self, ticket: Ticket) -> None:
-        self._refuse_while_draining()
+        if not ticket.undoes:
+            self._refuse_while_draining()
         self.refuse_while_busy()
         state = self._gate.state
         if state not in (EngineState.READY, EngineState.TORN, EngineState.ASLEEP):

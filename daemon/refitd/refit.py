@@ -110,7 +110,7 @@ class Refit:
     async def settle(self) -> None:
         """Ends what is open, gives up what waits, and waits for what writes; afterwards no refit is or will be open."""
         self._commit.drain()
-        self._standing.stop()
+        await self._standing.stop(STOPPING)
         self._sources.end_groups(ProtocolError(ErrorCode.DRAINING, STOPPING))
         self._running.withdraw_all(STOPPING)
         while self._window.refit is not None or self._running.tasks:

@@ -148,9 +148,13 @@ class StandBy:
             self._wanted = None
         await self.refused(source, "its source was closed")
 
-    def stop(self) -> None:
-        """None rises any more."""
+    async def stop(self, why: str) -> None:
+        """None rises any more, and what stands by ends."""
         self._wanted = None
+        # An engine that has died has its own way to say so.
+        with suppress(ProtocolError):
+            if not self._commits:
+                await self._end(why)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -259,26 +263,17 @@ class StandBy:
         if self.state is not Standing.RUNG:
             return
         with suppress(ProtocolError):
-            await self._fail(f"what stood by was copied, but not committed: {why}")
-        if self.state is Standing.RUNG:
-            # Not even a window: its own commit is in one, or the daemon ends.
-            self._step(StandingEvent.ABANDONED)
-
-    async def _fail(self, why: str) -> None:
-        ticket = self._commit.ticket(
-            version=None,
-            policy="keep",
-            attest="off",
-            check_finite=False,
-            deadline_seconds=self._config.deadline_seconds,
-            partial=False,
-        )
-        ticket.stands = True
-        async with self._commit.window(ticket):
-            # Not before the gate is shut, since what is there is not to be served; the commit may have come meanwhile.
-            if wrote := self.state is Standing.RUNG:
-                self._step(StandingEvent.ABANDONED)
-            raise self._commit.failure(why, wrote=wrote)
+            ticket = self._commit.ticket(
+                version=None,
+                policy="keep",
+                attest="off",
+                check_finite=False,
+                deadline_seconds=self._config.deadline_seconds,
+                partial=False,
+                undoes=True,
+            )
+            async with self._commit.window(ticket):
+                raise self._commit.failure(f"what stood by was copied, but not committed: {why}", wrote=True)
 
     def _step(self, event: StandingEvent) -> None:
         self.state = step(STANDING_TRANSITIONS, self.state, event)
