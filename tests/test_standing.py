@@ -630,3 +630,38 @@ def test_it_is_not_rehearsed_away(start: Start) -> None:
             assert "refitd_rehearse" not in sent
 
     asyncio.run(run())
+
+
+def test_none_rises_while_nan_is_left_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next commit takes it out first, by workers in which nothing waits for a trainer."""
+    monkeypatch.setattr(standing_module, "QUIET_SECONDS", QUIET_SECONDS)
+
+    async def run() -> None:
+        async with loaded_app(tmp_path, monkeypatch) as scripted:
+            trainer = await opened(scripted)
+            await trainer.commit()
+            scripted.llm.nan_seen = True
+            await asyncio.sleep(5 * QUIET_SECONDS)
+            assert trainer.standing.state is Standing.DOWN
+            await trainer.commit()
+            assert not scripted.llm.nan_seen
+            await trainer.until(Standing.UP)
+
+    asyncio.run(run())
+
+
+def test_it_gives_way_before_nan_is_cleaned_away(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was rung for and not committed ends in a refit, which waits for the cleaning."""
+    monkeypatch.setattr(standing_module, "RELEASE_SECONDS", 0.01)
+
+    async def run() -> None:
+        async with start() as trainer:
+            trainer.rings()
+            trainer.scripted.app.engine.note_nan()
+            cleaning = trainer.scripted.app.commit.cleaning.task
+            assert cleaning is not None
+            async with asyncio.timeout(30):
+                await cleaning
+            assert trainer.state is EngineState.TORN
+
+    asyncio.run(run())

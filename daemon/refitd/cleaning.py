@@ -7,7 +7,7 @@ that reads it: whoever got these blocks next would fail too, until the next refi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import structlog
 
@@ -17,12 +17,20 @@ log = structlog.get_logger()
 
 
 class Cleaning:
-    """`order` is held while it goes on; `is_held` says that something else has the engine, and will clean itself."""
+    """`order` is held while it goes on; `is_held` says that something else has the engine, and will clean itself.
+    `stand_down` comes first: what stands by may need the order to end."""
 
-    def __init__(self, engine: Engine, deadline_seconds: float, is_held: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        deadline_seconds: float,
+        is_held: Callable[[], bool],
+        stand_down: Callable[[], Awaitable[None]],
+    ) -> None:
         self._engine = engine
         self._deadline_seconds = deadline_seconds
         self._is_held = is_held
+        self._stand_down = stand_down
         self.order = asyncio.Lock()
         self.task: asyncio.Task[None] | None = None
 
@@ -34,6 +42,7 @@ class Cleaning:
     async def _run(self) -> None:
         try:
             while self._engine.nan_seen and not self._is_held():
+                await self._stand_down()
                 async with self.order:
                     await self._clean()
         # The boundary of a task that nobody waits for: an engine that has died has its own way to say so.

@@ -123,7 +123,7 @@ class Commit:
         self._gate = gate
         self._exclusive: str | None = None
         self.is_draining = False
-        self.cleaning = Cleaning(engine, config.deadline_seconds, self._is_held)
+        self.cleaning = Cleaning(engine, config.deadline_seconds, self._is_held, self.stand_down)
         self._settling: asyncio.Task[None] | None = None
         self.digest: str | None = None
         self.digest_mode: AttestMode = "sampled"

@@ -176,7 +176,8 @@ class StandBy:
     def _may_rise(self) -> bool:
         """Whether nobody has anything to do with the engine."""
         nobody = not (self._gate.running or self._gate.waiting or self._commit.is_busy or self._commit.is_draining)
-        return nobody and self._gate.open and self._engine.is_still
+        # NaN that is left is taken out of the cache at the start of the next refit, by workers that wait for nothing.
+        return nobody and self._gate.open and self._engine.is_still and not self._engine.nan_seen
 
     async def _rise(self, source: Source, attest: AttestMode) -> None:
         # A refit that is about to begin has the order, and so has what is being cleaned.
