@@ -22,6 +22,7 @@ from refit_protocol.messages import (
     GetStatus,
     OpenSource,
     RefitCommitted,
+    RefitReport,
     ReleaseWriter,
     Request,
     SourceOpened,
@@ -40,7 +41,7 @@ from refit_trainer import (
     share_parameters,
 )
 from refit_trainer.daemon_refit import DaemonRefit
-from refit_trainer.early_commit import EarlyCommit
+from refit_trainer.early_commit import Done, EarlyCommit
 from refit_trainer.memory import MemfdMemory
 from refit_trainer.report import ComingReport
 from refit_trainer.sharing import SharedModule, shared_before
@@ -270,6 +271,37 @@ def test_what_fails_behind_that_is_told_by_the_report_and_the_log(
     peer.next(CommitRefit).reply(RefitCommitted(report=REPORT))
     thread.join()
     assert outcome == [REPORT]
+
+
+@pytest.mark.usefixtures("awake")
+def test_what_fails_while_it_is_seen_to_be_done_leaves_the_role(
+    peer: Peer, client: Daemon, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, bell: HostBell
+) -> None:
+    """Whichever thread is first: one of them ends the refit."""
+    refit_first(peer, client, model)
+    committed, looks, has_failed = DaemonRefit.committed, threading.Event(), threading.Event()
+
+    async def failing(refit: DaemonRefit, shared: SharedModule) -> RefitReport:
+        try:
+            return await committed(refit, shared)
+        finally:
+            has_failed.set()
+
+    def seen_too_late(_done: Done) -> bool:
+        looks.set()
+        return has_failed.wait(timeout=30)
+
+    monkeypatch.setattr(DaemonRefit, "committed", failing)
+    monkeypatch.setattr(Done, "is_told", seen_too_late)
+    thread, outcome = in_background(client.refit, model)
+    asked = peer.next(CommitRefit)
+    assert looks.wait(timeout=30)
+    asked.fail(ErrorCode.ENGINE_DEAD)
+    thread.join()
+    monkeypatch.undo()
+    monkeypatch.setattr(MemfdMemory, "bell", lambda _memory: bell)
+    assert isinstance(outcome[0], RefitdError)
+    refit_once(peer, client, model)
 
 
 # --- a refit that stands by -------------------------------------------------------------------------------------------

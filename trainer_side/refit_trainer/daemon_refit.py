@@ -174,7 +174,8 @@ class DaemonRefit(OneRefit):
         """Whether every worker has said by its bell that it holds the weights whose commit has been asked for: then
         only the answer is to come, and whatever that is, this one ends it. For any thread."""
         self._is_done = self._done is not None and self._done.is_told()
-        return self._is_done
+        # It may have failed since, and have found that somebody else would end it.
+        return self._is_done and self._done is not None
 
     def coming(self, answer: Future[Any]) -> ComingReport:
         return ComingReport(answer)
@@ -184,7 +185,8 @@ class DaemonRefit(OneRefit):
         try:
             yield
         except BaseException as error:
-            # Else whoever has begun it does that.
+            # Else whoever has begun it does that; it is not seen to be done from here on.
+            self._done = None
             if self._is_done:
                 await self.end(error)
             raise
