@@ -40,6 +40,7 @@ from refit_trainer import (
     early_commit,
     share_parameters,
 )
+from refit_trainer import client as client_module
 from refit_trainer.daemon_refit import DaemonRefit
 from refit_trainer.early_commit import Done, EarlyCommit
 from refit_trainer.memory import MemfdMemory
@@ -302,6 +303,32 @@ def test_what_fails_while_it_is_seen_to_be_done_leaves_the_role(
     monkeypatch.setattr(MemfdMemory, "bell", lambda _memory: bell)
     assert isinstance(outcome[0], RefitdError)
     refit_once(peer, client, model)
+
+
+@pytest.mark.usefixtures("awake")
+def test_a_client_that_is_closed_waits_for_the_answer(
+    peer: Peer, client: Daemon, model: torch.nn.Module, bell: HostBell
+) -> None:
+    """It comes in a moment, and the report may be read behind that."""
+    asked, report = done_early(peer, client, model, bell)
+    thread, _ = in_background(client.close)
+    thread.join(0.05)
+    assert thread.is_alive()
+    asked.reply(RefitCommitted(report=REPORT))
+    thread.join()
+    assert report.version == REPORT.version
+
+
+@pytest.mark.usefixtures("awake")
+def test_a_client_that_is_closed_waits_for_no_answer_that_never_comes(
+    peer: Peer, client: Daemon, model: torch.nn.Module, bell: HostBell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And whoever reads the report is told why there is none."""
+    _, report = done_early(peer, client, model, bell)
+    monkeypatch.setattr(client_module, "_CLEAN_UP_SECONDS", 0.01)
+    client.close()
+    with pytest.raises(ClientClosed):
+        assert report.version
 
 
 # --- a refit that stands by -------------------------------------------------------------------------------------------

@@ -121,11 +121,14 @@ class LoopThread:
             return
         with self._handing_in:
             ended, self._ended = self._ended, True
-            # Nor does the end wait for it.
-            self._first = None
+            # The end does not come behind it, however long that takes.
+            first, self._first = self._first, None
         if ended:
             return
         try:
+            if first is not None:
+                # What is done has its answer in a moment, and then there is a report of it.
+                concurrent.futures.wait([first], timeout=_CLEAN_UP_SECONDS)
             self.call(closing())
         finally:
             self.stop()
