@@ -48,7 +48,7 @@ from refit_trainer.report import ComingReport
 from refit_trainer.sharing import SharedModule, shared_before
 from tests.lending import HostBell
 from tests.trainer.background import in_background
-from tests.trainer.granted import REPORT
+from tests.trainer.granted import REPORT, TENSORS
 from tests.trainer.peer import STATUS, Asked, Peer
 from tests.waiting import until
 
@@ -383,8 +383,14 @@ def test_a_client_that_has_not_asked_for_it_rings_nothing(
     assert bell.rung == 0
 
 
+@pytest.mark.parametrize("in_the_middle", [False, True])
 def test_what_was_rung_for_without_a_commit_costs_the_role(
-    peer: Peer, standing: Daemon, model: torch.nn.Module, bell: HostBell, monkeypatch: pytest.MonkeyPatch
+    peer: Peer,
+    standing: Daemon,
+    model: torch.nn.Module,
+    bell: HostBell,
+    monkeypatch: pytest.MonkeyPatch,
+    in_the_middle: bool,
 ) -> None:
     """The daemon would wait for it: it is told that none comes, before the next refit at the latest."""
     refit_first(peer, standing, model)
@@ -396,6 +402,8 @@ def test_what_was_rung_for_without_a_commit_costs_the_role(
 
     monkeypatch.setattr(DaemonRefit, "begin_early", never)
     monkeypatch.setattr(SharedModule, "require_in_place", interrupted)
+    if in_the_middle:
+        monkeypatch.setattr(HostBell, "ring_awaited", rung_and_interrupted)
     with pytest.raises(KeyboardInterrupt):
         standing.refit(model)
     assert bell.rung == 1
@@ -409,10 +417,41 @@ def test_what_was_rung_for_without_a_commit_costs_the_role(
     peer.next(CommitRefit).reply(RefitCommitted(report=REPORT))
     thread.join()
     assert outcome == [REPORT]
+    # Before the role was given up that would have been one more.
+    assert bell.rung == 1
 
 
 def interrupted(_shared: SharedModule) -> None:
     raise KeyboardInterrupt
+
+
+def rung_and_interrupted(bell: HostBell) -> bool:
+    bell.rung += 1
+    raise KeyboardInterrupt
+
+
+def test_it_is_not_rung_for_while_another_refit_has_the_role(
+    peer: Peer, standing: Daemon, model: torch.nn.Module, bell: HostBell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its commit would have to wait for that one, and that one at the daemon for this commit."""
+    refit_first(peer, standing, model)
+    other, _ = in_background(standing.refit, TENSORS)
+    opening = peer.next(OpenSource)
+    look, has_looked = SharedModule.require_in_place, threading.Event()
+
+    def looked(shared: SharedModule) -> None:
+        has_looked.set()
+        look(shared)
+
+    monkeypatch.setattr(SharedModule, "require_in_place", looked)
+    thread, outcome = in_background(standing.refit, model)
+    assert has_looked.wait(timeout=30)
+    assert bell.rung == 0
+    opening.fail(ErrorCode.LIMIT_EXCEEDED)
+    peer.next(CommitRefit).reply(RefitCommitted(report=REPORT))
+    thread.join()
+    other.join()
+    assert outcome == [REPORT]
 
 
 # --- ended early ------------------------------------------------------------------------------------------------------

@@ -122,7 +122,11 @@ class DaemonRefit(OneRefit):
         `begin_early`, and the commit has to follow."""
         bell = self._role.standing_bell(shared.memory)
         alike = only is None and options.get("version") is None and not options.get("check_finite")
-        if bell is not None and alike and self._connection.is_up:
+        # Behind another refit the commit would not come before that has ended, which would wait for it at the daemon.
+        is_next = self._entered or not self._role.is_entered
+        if bell is not None and alike and is_next and self._connection.is_up:
+            # It may be interrupted in its middle.
+            self._rung = True
             self._rung = bell.ring_awaited()
 
     def make_bell_ready(self, shared: SharedModule) -> None:

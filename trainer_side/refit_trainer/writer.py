@@ -130,6 +130,11 @@ class WriterRole:
         """A coroutine so that it runs on the loop, whichever thread asks for it."""
         self._lock.release()
 
+    @property
+    def is_entered(self) -> bool:
+        """By anybody. For any thread."""
+        return self._lock.locked()
+
     def holds(self, epoch: int) -> bool:
         """False where it is known to have been lost since this epoch was entered."""
         return self._epoch == epoch and self._session == self._connection.welcome.session
@@ -171,8 +176,9 @@ class WriterRole:
         return next((source.bell for source in self._sources if source.number == number), None)
 
     def standing_bell(self, memory: ExportedMemory) -> Bell | None:
-        """Of its open source, where refits from it may stand by. For any thread."""
-        if not self._stand_by:
+        """Of its open source, where refits from it may stand by, and the next one has nothing to give up first. For any
+        thread."""
+        if not self._stand_by or self._is_in_doubt:
             return None
         return next((source.bell for source in self._sources if source.memory() is memory), None)
 
