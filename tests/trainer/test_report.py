@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from concurrent.futures import Future
 
 import pytest
@@ -34,6 +36,14 @@ def test_it_is_what_it_tells(coming: Future[RefitReport]) -> None:
     assert report == REPORT == report
     assert report == ComingReport(coming)
     assert repr(report) == repr(REPORT)
+
+
+def test_it_may_be_sent_to_another_process(coming: Future[RefitReport]) -> None:
+    """A trainer that runs in an actor returns what its refit has returned."""
+    report = ComingReport(coming)
+    coming.set_result(REPORT)
+    assert pickle.loads(pickle.dumps(report)) == REPORT  # noqa: S301 - our own
+    assert copy.deepcopy(report) == REPORT
 
 
 def test_what_became_of_the_refit_is_raised(coming: Future[RefitReport], caplog: pytest.LogCaptureFixture) -> None:

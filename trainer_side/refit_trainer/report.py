@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -95,6 +96,14 @@ class ComingReport:
 
     def __repr__(self) -> str:
         return repr(self._coming.result())
+
+    def __reduce__(self) -> tuple[Callable[[KnownReport], KnownReport], tuple[KnownReport]]:
+        """A copy, and what goes to another process, is what the daemon says."""
+        return _same, (self._coming.result(),)
+
+
+def _same(report: KnownReport) -> KnownReport:
+    return report
 
 
 def _warn_of_failure(coming: Future[Any]) -> None:
