@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 import weakref
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from refit_protocol.messages import (
     RefitAborted,
     RefitCommitted,
     RefitPrepared,
+    RefitReport,
     ReleaseWriter,
     SourceOpened,
     WriterAcquired,
@@ -44,7 +46,9 @@ from refit_trainer import (
     writer,
 )
 from refit_trainer.memory import Memfd
+from refit_trainer.report import ComingReport
 from refit_trainer.sharing import shared_module
+from refit_trainer.steps import Steps
 from tests.trainer.background import in_background
 from tests.trainer.granted import REPORT
 from tests.trainer.peer import Asked, Peer
@@ -347,6 +351,24 @@ def test_what_an_abort_is_answered_with_does_not_matter(
     with pytest.raises(ZeroDivisionError), client.prepare_refit(model):
         raise ZeroDivisionError
     assert daemon.since_prepared() == [AbortRefit]
+
+
+def test_a_block_that_is_left_waits_for_what_became_of_one_more_refit(
+    client: Daemon, daemon: Answering, model: torch.nn.Module
+) -> None:
+    """That may have come back before its answer; nobody has to ask for the report to be told of a failure."""
+    daemon.refuses[FinishRefit] = ErrorCode.UNKNOWN_REFIT
+    coming: Future[RefitReport] = Future()
+
+    def again() -> Steps[Any]:
+        coming.set_exception(RefitdError("not published"))
+        return ComingReport(coming)
+        yield
+
+    prepared = client.prepare_refit(model)
+    prepared._preparation.again = again
+    with pytest.raises(RefitdError, match="not published"), prepared:
+        prepared.refit()
 
 
 def test_what_comes_too_late_is_one_more_refit(client: Daemon, daemon: Answering, model: torch.nn.Module) -> None:

@@ -14,7 +14,7 @@ from refit_protocol.messages import RefitPrepared
 from refit_trainer.daemon_refit import AWAKE_SECONDS, DaemonRefit
 from refit_trainer.errors import NotShareable, RefitdError
 from refit_trainer.refits import CommitOptions
-from refit_trainer.report import RefitReport
+from refit_trainer.report import RefitReport, known_of
 from refit_trainer.steps import Steps, walk, walk_blocking
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class PreparedRefit:
         self.abort()
         # What `refit` has raised the caller knows.
         if self._refitted and error_type is None:
-            self.report()
+            known_of(self.report())
 
 
 class AsyncPreparedRefit:

@@ -102,6 +102,11 @@ class ComingReport:
         return _same, (self._coming.result(),)
 
 
+def known_of(report: RefitReport) -> None:
+    """Comes back when the daemon has said it; raises what became of the refit."""
+    _ = report.version
+
+
 def _same(report: KnownReport) -> KnownReport:
     return report
 
