@@ -383,9 +383,12 @@ def test_it_is_ended_to_the_end_though_nobody_waits_for_that_any_more(
             trainer.rings()
             async with trainer.scripted.app.commit.cleaning.order:
                 ending = asyncio.create_task(end(trainer))
-                await trainer.until(Standing.DOWN)
+                await trainer.until(Standing.RUNG)
                 ending.cancel()
                 await asyncio.wait([ending])
+                # Cleaning has the engine, and until it is done nobody is let pass to what is there.
+                await asyncio.sleep(0.02)
+                assert not trainer.scripted.app.gate.is_open_to(None)
             await asyncio.wait(trainer.scripted.app.refit._running.tasks)
             assert trainer.state is EngineState.TORN
 

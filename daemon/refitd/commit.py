@@ -50,7 +50,7 @@ log = structlog.get_logger()
 class Ticket:
     """One refit's terms, and the clock of its phases; `waited_seconds` for its trainer are not its own. `stands`: it is
     the one that stands by, and does not give way. `undoes`: it is for what was copied without a refit, and begins also
-    while the daemon drains."""
+    while the daemon drains. `on_shut` is called in the moment in which the gate shuts."""
 
     version: int
     policy: InflightPolicy
@@ -63,6 +63,7 @@ class Ticket:
     waited_seconds: float = 0.0
     stands: bool = False
     undoes: bool = False
+    on_shut: Callable[[], None] = lambda: None
     _withdrawn: str | None = None
     _waiting: asyncio.Future[None] | None = None
 
@@ -251,6 +252,7 @@ class Commit:
             was_torn = self._gate.state is EngineState.TORN
             sleep_after = step(SLEEP_TRANSITIONS, self._gate.sleep, _sleep_event(ticket.partial))
             self._gate.step(EngineEvent.REFIT_STARTED)
+            ticket.on_shut()
         try:
             frozen = await self._quiesce(ticket)
         except BaseException as error:

@@ -253,28 +253,41 @@ class StandBy:
     async def _end(self, why: str) -> None:
         """At once, with what has been copied."""
         await self._withdraw()
-        await self._to_its_end(why)
-
-    async def _to_its_end(self, why: str) -> None:
-        """Also when whoever has come does not wait for it any more: it may be putting weights back."""
-        await asyncio.shield(asyncio.create_task(self._abandon(why)))
+        await self._abandon(why)
 
     async def _abandon(self, why: str) -> None:
         """New weights are there that nobody has committed: they are restored, or torn."""
         if self.state is not Standing.RUNG:
             return
         with suppress(ProtocolError):
-            ticket = self._commit.ticket(
-                version=None,
-                policy="keep",
-                attest="off",
-                check_finite=False,
-                deadline_seconds=self._config.deadline_seconds,
-                partial=False,
-                undoes=True,
-            )
-            async with self._commit.window(ticket):
-                raise self._commit.failure(f"what stood by was copied, but not committed: {why}", wrote=True)
+            await self._fail(f"what stood by was copied, but not committed: {why}")
+        if self.state is Standing.RUNG:
+            # Not even a window: the engine has died.
+            self._step(StandingEvent.ABANDONED)
+
+    async def _fail(self, why: str) -> None:
+        ticket = self._commit.ticket(
+            version=None,
+            policy="keep",
+            attest="off",
+            check_finite=False,
+            deadline_seconds=self._config.deadline_seconds,
+            partial=False,
+            undoes=True,
+        )
+        ticket.stands = True
+        was_rung = False
+
+        def abandon() -> None:
+            """Not before the gate is shut, since what is there is not to be served; but before the workers are asked
+            for anything, which would wait for the end of this. The commit may have come and failed meanwhile."""
+            nonlocal was_rung
+            if was_rung := self.state is Standing.RUNG:
+                self._step(StandingEvent.ABANDONED)
+
+        ticket.on_shut = abandon
+        async with self._commit.window(ticket):
+            raise self._commit.failure(why, wrote=was_rung)
 
     def _step(self, event: StandingEvent) -> None:
         self.state = step(STANDING_TRANSITIONS, self.state, event)
