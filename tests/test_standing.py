@@ -38,6 +38,7 @@ from refitd.standing import StandBy, Standing
 from tests.scripted_app import Held, ScriptedApp, loaded_app, worker_refusal
 
 RUNG = {"ok": True, "wrote": True}
+GAVE_WAY = {"ok": True, "wrote": False}
 QUIET_SECONDS = 0.002
 
 Start: TypeAlias = Callable[..., Any]
@@ -257,6 +258,19 @@ async def hold(trainer: Trainer) -> None:
 OTHERS = [begin_another, fall_asleep, look, close, release, commit_a_part, hold]
 
 
+def test_it_gives_way_to_a_commit_from_another_source(start: Start) -> None:
+    async def run() -> None:
+        async with start() as trainer:
+            source = await trainer.scripted.open(trainer.session, trainer.epoch)
+            await trainer.until(Standing.UP)
+            asked = trainer.calls.count("refitd_give_way")
+            command = CommitRefit(epoch=trainer.epoch, source=source)
+            await trainer.scripted.ask(trainer.session, command, RefitCommitted)
+            assert trainer.calls.count("refitd_give_way") == asked + 1
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("other", OTHERS)
 def test_it_gives_way_before_the_workers_do_anything_else(
     start: Start, other: Callable[[Trainer], Coroutine[Any, Any, None]]
@@ -316,6 +330,37 @@ def test_nobody_waits_longer_than_at_any_gate(start: Start) -> None:
                 assert refused.value.code is code
             await trainer.commit()
             assert await gate.admit() == 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("answers", [[GAVE_WAY, RUNG], [RUNG, GAVE_WAY]])
+def test_it_was_rung_for_where_any_worker_has_copied(start: Start, answers: list[dict[str, Any]]) -> None:
+    """The trainer rings for one after the other."""
+
+    async def run() -> None:
+        async with start() as trainer:
+            trainer.scripted.llm.failures["refitd_give_way"] = answers
+            coming = asyncio.create_task(trainer.look())
+            await trainer.until(Standing.RUNG)
+            await trainer.commit()
+            assert (await coming).version == 2
+
+    asyncio.run(run())
+
+
+def test_none_rises_before_the_engine_stands_still(start: Start) -> None:
+    """A request that has ended may have left it a step to make."""
+
+    async def run() -> None:
+        async with start() as trainer:
+            await trainer.look()
+            trainer.scripted.llm.requests_added += 1
+            await asyncio.sleep(5 * QUIET_SECONDS)
+            assert trainer.standing.state is Standing.DOWN
+            trainer.scripted.app.gate.enter()
+            trainer.scripted.app.gate.leave()
+            await trainer.until(Standing.UP)
 
     asyncio.run(run())
 
@@ -513,8 +558,15 @@ def test_a_second_commit_that_is_refused_leaves_the_first_what_stands_by(start: 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("answer", [{"ok": True, "waiting": False}, worker_refusal(ErrorCode.MANIFEST_MISMATCH)])
-def test_where_nothing_can_wait_it_is_not_tried_again(start: Start, answer: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"ok": True, "waiting": False},
+        [{"ok": True, "waiting": True}, {"ok": True, "waiting": False}],
+        worker_refusal(ErrorCode.MANIFEST_MISMATCH),
+    ],
+)
+def test_where_nothing_can_wait_it_is_not_tried_again(start: Start, answer: Any) -> None:
     """Before another commit has shown that it may be worth it; requests pass as ever."""
 
     async def run() -> None:
