@@ -81,6 +81,12 @@ class Target:
     async def finish(self) -> None:
         self.events.append("finished")
 
+    def is_done(self) -> bool:
+        return False
+
+    def coming(self, _answer: object) -> None:
+        raise AssertionError("it is never done before it is finished")
+
     async def abort(self, _error: BaseException) -> None:
         self.events.append("aborted")
 
