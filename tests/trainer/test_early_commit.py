@@ -17,8 +17,11 @@ import torch
 from refit_protocol.bell import RELEASE_OFFSET_BYTES, withdrawal
 from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import (
+    AbortRefit,
     AcquireWriter,
+    ApplyBucket,
     CommitRefit,
+    FinishRefit,
     GetStatus,
     OpenSource,
     RefitCommitted,
@@ -48,7 +51,7 @@ from refit_trainer.report import ComingReport
 from refit_trainer.sharing import SharedModule, shared_before
 from tests.lending import HostBell
 from tests.trainer.background import in_background
-from tests.trainer.granted import REPORT, TENSORS
+from tests.trainer.granted import REPORT, TENSORS, applied, begin, grant
 from tests.trainer.peer import STATUS, Asked, Peer
 from tests.waiting import until
 
@@ -329,6 +332,61 @@ def test_a_client_that_is_closed_waits_for_no_answer_that_never_comes(
     client.close()
     with pytest.raises(ClientClosed):
         assert report.version
+
+
+def finish_asked(peer: Peer) -> Asked:
+    """Of a refit through buckets, all of which have been read."""
+    begin(peer)
+    while isinstance((asked := peer.next()).body, ApplyBucket):
+        applied(asked)
+    assert isinstance(asked.body, FinishRefit)
+    return asked
+
+
+@pytest.mark.usefixtures("awake")
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_refit_through_buckets_comes_back_as_early(peer: Peer, client: Daemon, bell: HostBell, fails: bool) -> None:
+    """Whatever the answer is, the next one goes on behind it."""
+    thread, outcome = in_background(client.refit, TENSORS)
+    peer.next(AcquireWriter).reply(WriterAcquired(epoch=7))
+    peer.next(OpenSource).reply(msgspec.structs.replace(OPENED, workers=2))
+    asked = finish_asked(peer)
+    for worker in range(2):
+        assert thread.is_alive()
+        bell.tell_done(asked.body.done, worker)
+    thread.join(30)
+    (report,) = outcome
+    assert isinstance(report, ComingReport)
+    thread, outcome = in_background(client.refit, TENSORS)
+    with pytest.raises(queue.Empty):
+        peer.asked.get(timeout=0.02)
+    if fails:
+        asked.fail(ErrorCode.ENGINE_DEAD)
+        peer.next(AbortRefit).fail(ErrorCode.UNKNOWN_REFIT)
+        with pytest.raises(RefitdError):
+            assert report.version
+    else:
+        asked.reply(RefitCommitted(report=REPORT))
+        assert report == REPORT
+    following = finish_asked(peer)
+    assert following.body.done > asked.body.done
+    following.reply(RefitCommitted(report=REPORT))
+    thread.join()
+    assert outcome == [REPORT]
+
+
+def test_workers_that_cannot_tell_when_they_are_done_are_not_asked_to(
+    peer: Peer, client: Daemon, bell: HostBell
+) -> None:
+    """One that has no line in the bell, or a daemon that knows of none."""
+    thread, outcome = in_background(client.refit, TENSORS)
+    grant(peer)
+    asked = finish_asked(peer)
+    assert asked.body.done is None
+    asked.reply(RefitCommitted(report=REPORT))
+    thread.join()
+    assert outcome == [REPORT]
+    assert bell.done() == 0
 
 
 # --- a refit that stands by -------------------------------------------------------------------------------------------
