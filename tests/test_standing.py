@@ -258,6 +258,27 @@ async def hold(trainer: Trainer) -> None:
 OTHERS = [begin_another, fall_asleep, look, close, release, commit_a_part, hold]
 
 
+def test_one_that_rises_just_before_a_refit_gives_way_before_that_has_the_gate(start: Start) -> None:
+    """Its own commit, if it is rung for, must find no other refit under way."""
+
+    async def run() -> None:
+        async with start() as trainer:
+            order = trainer.scripted.app.commit.cleaning.order
+            async with order:
+                await trainer.look()
+                await trainer.until(Standing.DOWN)
+                await asyncio.sleep(5 * QUIET_SECONDS)
+                giving_way = trainer.scripted.llm.hold("refitd_give_way")
+                beginning = asyncio.create_task(begin_another(trainer))
+                await asyncio.sleep(5 * QUIET_SECONDS)
+            await giving_way.begun.wait()
+            assert trainer.state is EngineState.READY
+            giving_way.may_end.set()
+            await beginning
+
+    asyncio.run(run())
+
+
 def test_it_gives_way_to_a_commit_from_another_source(start: Start) -> None:
     async def run() -> None:
         async with start() as trainer:
@@ -361,6 +382,18 @@ def test_none_rises_before_the_engine_stands_still(start: Start) -> None:
             trainer.scripted.app.gate.enter()
             trainer.scripted.app.gate.leave()
             await trainer.until(Standing.UP)
+
+    asyncio.run(run())
+
+
+def test_none_rises_in_an_engine_that_sleeps(start: Start) -> None:
+    """It stands still, and its weights are somewhere else."""
+
+    async def run() -> None:
+        async with start() as trainer:
+            await fall_asleep(trainer)
+            await asyncio.sleep(5 * QUIET_SECONDS)
+            assert trainer.standing.state is Standing.DOWN
 
     asyncio.run(run())
 
