@@ -250,12 +250,16 @@ async def commit_a_part(trainer: Trainer) -> None:
     await trainer.commit(only=[])
 
 
+async def commit_finite(trainer: Trainer) -> None:
+    await trainer.commit(check_finite=True)
+
+
 async def hold(trainer: Trainer) -> None:
     command = CommitRefit(epoch=trainer.epoch, source=trainer.source, hold=True)
     await trainer.scripted.ask(trainer.session, command, RefitHeld)
 
 
-OTHERS = [begin_another, fall_asleep, look, close, release, commit_a_part, hold]
+OTHERS = [begin_another, fall_asleep, look, close, release, commit_a_part, commit_finite, hold]
 
 
 def test_one_that_rises_just_before_a_refit_gives_way_before_that_has_the_gate(start: Start) -> None:
@@ -569,6 +573,26 @@ def test_a_commit_that_has_come_is_waited_for(start: Start, monkeypatch: pytest.
                 with pytest.raises(ProtocolError):
                     await each
             assert trainer.state is EngineState.TORN
+
+    asyncio.run(run())
+
+
+def test_whoever_comes_while_it_is_committed_waits_for_that(start: Start) -> None:
+    """What a worker says to them may be heard after its commit."""
+
+    async def run() -> None:
+        async with start() as trainer:
+            giving_way = trainer.scripted.llm.hold("refitd_give_way")
+            trainer.scripted.llm.requests_added += 1
+            settling = trainer.scripted.llm.hold("is_sleeping")
+            committing = asyncio.create_task(trainer.commit())
+            await settling.begun.wait()
+            coming = asyncio.create_task(trainer.look())
+            await giving_way.begun.wait()
+            settling.may_end.set()
+            await committing
+            giving_way.may_end.set()
+            assert (await coming).version == 2
 
     asyncio.run(run())
 
