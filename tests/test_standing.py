@@ -187,6 +187,26 @@ def test_many_that_come_at_once_ask_once(start: Start) -> None:
     asyncio.run(run())
 
 
+def test_whoever_waits_for_the_next_weights_keeps_nothing_from_standing_by(start: Start) -> None:
+    """It is what they wait for; the commit lets them pass."""
+
+    async def run() -> None:
+        async with start() as trainer:
+            gate = trainer.scripted.app.gate
+            waiting = [asyncio.create_task(gate.admit(min_version)) for min_version in (2, 3)]
+            await asyncio.sleep(5 * QUIET_SECONDS)
+            assert trainer.standing.state is Standing.UP
+            await trainer.commit()
+            assert await waiting[0] == 2
+            await trainer.until(Standing.UP)
+            await trainer.commit()
+            assert await waiting[1] == 3
+            assert "refitd_give_way" not in trainer.calls
+            assert (gate.waiting, gate.awaiting_version) == (0, 0)
+
+    asyncio.run(run())
+
+
 def test_whoever_comes_while_it_is_made_ready_waits_for_that(start: Start) -> None:
     """A worker does one thing after the other; the engine must not begin a step meanwhile."""
 

@@ -48,6 +48,8 @@ class Gate:
         self.last_error: LastError | None = None
         self.running = 0
         self.waiting = 0
+        # Of those: whoever waits for weights that are not served yet, and so for a refit.
+        self.awaiting_version = 0
         self._wait_seconds = wait_seconds
         self._max_waiting = max_waiting
         self._changed = asyncio.Event()
@@ -126,7 +128,7 @@ class Gate:
         try:
             async with asyncio.timeout(limit):
                 while not self._passes(min_version):
-                    await (self._change() if self.give_way is None else self.give_way())
+                    await self._come_nearer(min_version)
         except TimeoutError:
             raise self._waited_too_long(min_version, limit) from None
         finally:
@@ -161,6 +163,17 @@ class Gate:
         if refusal is not None:
             raise refusal
         return self.is_open_to(min_version)
+
+    async def _come_nearer(self, min_version: int | None) -> None:
+        """What stands by gives way to those who could pass then."""
+        if min_version is not None and self.version < min_version:
+            self.awaiting_version += 1
+            try:
+                await self._change()
+            finally:
+                self.awaiting_version -= 1
+        else:
+            await (self._change() if self.give_way is None else self.give_way())
 
     def _waited_too_long(self, min_version: int | None, limit: float) -> ProtocolError:
         if min_version is not None and self.version < min_version:

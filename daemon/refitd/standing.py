@@ -175,7 +175,8 @@ class StandBy:
 
     def _may_rise(self) -> bool:
         """Whether nobody has anything to do with the engine."""
-        nobody = not (self._gate.running or self._gate.waiting or self._commit.is_busy or self._commit.is_draining)
+        coming = self._gate.waiting - self._gate.awaiting_version
+        nobody = not (self._gate.running or coming or self._commit.is_busy or self._commit.is_draining)
         # NaN that is left is taken out of the cache at the start of the next refit, by workers that wait for nothing.
         return nobody and self._gate.open and self._engine.is_still and not self._engine.nan_seen
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from refit_protocol.messages import InflightPolicy, RefitMilliseconds, RefitPath, UnplannedTensor
 from refit_protocol.messages import RefitReport as KnownReport
@@ -13,6 +13,7 @@ from refit_protocol.messages import RefitReport as KnownReport
 logger = logging.getLogger(__name__)
 
 
+@runtime_checkable
 class RefitReport(Protocol):
     """What a refit was. Where every worker held the weights before the daemon had said so, whatever is asked of it
     first waits for that, some tenths of a millisecond, and raises what became of the refit."""
