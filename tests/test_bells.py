@@ -54,11 +54,10 @@ def of(size_bytes: int = BELL_BYTES, pid: int | None = None) -> MemfdSegment:
         (of(BELL_BYTES - 1), {}, ErrorCode.INVALID_DESCRIPTOR),
         (of(BELL_BYTES + 1), {}, ErrorCode.INVALID_DESCRIPTOR),
         (of(pid=1), {}, ErrorCode.INVALID_DESCRIPTOR),
-        (of(), {"kind": "bucket", "tensors": []}, ErrorCode.INVALID_DESCRIPTOR),
         (of(), {"member": GroupMember(group="g", rank=0, world_size=2)}, ErrorCode.INVALID_DESCRIPTOR),
         (ON_A_DEVICE, {}, ErrorCode.MALFORMED_MESSAGE),
     ],
-    ids=["too small", "too large", "of another process", "for buckets", "of one rank", "on a device"],
+    ids=["too small", "too large", "of another process", "of one rank", "on a device"],
 )
 def test_bad_bells_are_refused(
     daemon: Daemon,

@@ -13,8 +13,10 @@ from refit_protocol.tensors import MemfdSegment
 from refitd.commit import Commit
 from refitd.config import Config
 from refitd.gate import Gate
+from refitd.running import Running
 from refitd.sessions import Session
 from refitd.sources import Sources
+from refitd.standing import StandBy
 from refitd.writer import Writer
 
 PID = 7
@@ -43,10 +45,12 @@ class Room:
     def __init__(self) -> None:
         self.workers: Any = Workers()
         config, writer = Config(model="m", server={"max_open_segments": LIMIT}), Writer(1)
-        commit = Commit(config.refit, self.workers, Gate(1.0, 1))
+        gate, ids = Gate(1.0, 1), itertools.count(1)
+        commit = Commit(config.refit, self.workers, gate)
+        standing = StandBy(config.refit, self.workers, gate, commit, Running(), ids)
         self.session = Session("token", "client", PID, 60.0, b"")
         writer.acquire(self.session, takeover=False)
-        self.sources = Sources(config, self.workers, commit, writer, itertools.count(1), asyncio.ensure_future)  # type: ignore[arg-type]
+        self.sources = Sources(config, self.workers, commit, writer, standing, ids, asyncio.ensure_future)  # type: ignore[arg-type]
 
     def open(self, segments: int) -> Coroutine[Any, Any, SourceOpened]:
         lent = [MemfdSegment(pid=PID, fd=fd, inode=fd, size_bytes=64) for fd in range(1, 1 + segments)]
