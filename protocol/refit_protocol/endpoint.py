@@ -26,10 +26,13 @@ def default_endpoint(environment: Mapping[str, str], uid: int) -> str:
 
 
 def socket_path(endpoint: str) -> Path | None:
-    """The path of an `ipc://` endpoint, None for other transports; raises ValueError where no socket can have it."""
-    if not endpoint.startswith("ipc://"):
+    """The path of an `ipc://` endpoint, None for a `tcp://` one; raises ValueError for others, and where no socket can
+    have it."""
+    transport, _, path = endpoint.partition("://")
+    if transport == "tcp" and path:
         return None
-    path = endpoint.removeprefix("ipc://")
+    if transport != "ipc":
+        raise ValueError(f"endpoint {endpoint!r} is neither ipc:///path/to/refitd.sock nor tcp://host:port")
     length = len(path.encode())
     if not path.startswith("/"):
         raise ValueError(f"endpoint {endpoint!r}: the socket path must be absolute")

@@ -43,3 +43,10 @@ def test_other_transports_have_no_path() -> None:
 def test_relative_path_is_refused() -> None:
     with pytest.raises(ValueError, match="absolute"):
         socket_path("ipc://run/refitd.sock")
+
+
+@pytest.mark.parametrize("endpoint", ["foo", "/run/refitd/refitd.sock", "tcp://", "inproc://refitd", ""])
+def test_what_is_no_endpoint_is_refused_with_what_one_looks_like(endpoint: str) -> None:
+    """Nothing would ever answer there."""
+    with pytest.raises(ValueError, match=r"neither ipc:///path/to/refitd\.sock nor tcp://host:port"):
+        socket_path(endpoint)

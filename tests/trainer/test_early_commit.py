@@ -398,6 +398,13 @@ def standing(peer: Peer) -> Iterator[Daemon]:
         yield connected
 
 
+@pytest.mark.parametrize("option", ["standby", "patience"])
+def test_an_option_that_is_none_is_refused(peer: Peer, option: str) -> None:
+    """Who has misspelt it would never know that nothing stands by."""
+    with pytest.raises(TypeError, match=option):
+        Daemon.connect(peer.endpoint, **{option: True})  # type: ignore[arg-type]
+
+
 def refit_once(peer: Peer, client: Daemon, model: torch.nn.Module, **options: object) -> None:
     thread, outcome = in_background(partial(client.refit, model, **options))
     peer.next(CommitRefit).reply(RefitCommitted(report=REPORT))

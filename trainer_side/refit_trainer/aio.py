@@ -120,6 +120,8 @@ class AsyncDaemon:
         `endpoint` None is `$REFITD_ENDPOINT`, else the socket in this user's runtime directory. `timeout_seconds` also
         bounds every later call that has no bound of its own.
         """
+        if unknown := options.keys() - ConnectOptions.__annotations__.keys():
+            raise TypeError(f"connect() has no option {sorted(unknown)[0]!r}")
         where = endpoint or default_endpoint(os.environ, os.getuid())
         return Opening(lambda: _open(where, timeout_seconds, options))
 
