@@ -264,6 +264,7 @@ class StandBy:
             await self._fail(f"what stood by was copied, but not committed: {why}")
         if self.state is Standing.RUNG:
             # Not even a window: the engine has died.
+            log.warning("what was rung for could not be put back", reason=why)
             self._step(StandingEvent.ABANDONED)
 
     async def _fail(self, why: str) -> None:
