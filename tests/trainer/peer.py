@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -117,8 +118,7 @@ class Peer:
     heartbeats: queue.Queue[Asked] = field(default_factory=queue.Queue)
     answer: Callable[[Asked], None] | None = None
     _greeted: queue.Queue[Hello] = field(default_factory=queue.Queue)
-    _outgoing: queue.SimpleQueue[list[Frame]] = field(default_factory=queue.SimpleQueue)
-    _stop: threading.Event = field(default_factory=threading.Event)
+    _outgoing: queue.SimpleQueue[list[Frame] | None] = field(default_factory=queue.SimpleQueue)
 
     def next(self, kind: type[Request] | None = None) -> Asked:
         """The next request that the test has to answer."""
@@ -132,16 +132,13 @@ class Peer:
             self._greeted.get(timeout=10)
 
     def send(self, frames: list[Frame]) -> None:
-        self._outgoing.put(frames)
-        self._wake.send(b"")
+        """From any thread."""
+        self._put(frames)
 
     def start(self) -> None:
         self._context = zmq.Context()
-        self._stop.clear()
-        self._wakened = self._context.socket(zmq.PULL)
-        self._wakened.bind("inproc://wake")
-        self._wake = self._context.socket(zmq.PUSH)
-        self._wake.connect("inproc://wake")
+        # No socket: both the test's thread and the peer's own wake it, and it must not wait for a peer that has ended.
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._router = self._context.socket(zmq.ROUTER)
         self._router.linger = 0
         self._router.bind(self.endpoint)
@@ -150,26 +147,35 @@ class Peer:
 
     def stop(self) -> None:
         """Closes the socket, as a daemon that dies does."""
-        self._stop.set()
-        self._wake.send(b"")
+        self._put(None)
         self._thread.join()
-        self._wake.close(linger=0)
+        os.close(self._wake)
+        self._wake = -1
         self._context.term()
+
+    def _put(self, frames: list[Frame] | None) -> None:
+        self._outgoing.put(frames)
+        os.eventfd_write(self._wake, 1)
 
     def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
-        poller.register(self._wakened, zmq.POLLIN)
-        while not self._stop.is_set():
-            ready = dict(poller.poll())
-            if self._wakened in ready:
-                self._wakened.recv()
-                while not self._outgoing.empty():
-                    self._router.send_multipart(self._outgoing.get())
-            if self._router in ready:
-                self._handle(self._router.recv_multipart())
-        self._router.close(linger=0)
-        self._wakened.close(linger=0)
+        poller.register(self._wake, zmq.POLLIN)
+        with self._router:
+            while self._step(dict(poller.poll())):
+                pass
+
+    def _step(self, ready: dict[object, int]) -> bool:
+        """False once it has been stopped."""
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+            while not self._outgoing.empty():
+                if (frames := self._outgoing.get()) is None:
+                    return False
+                self._router.send_multipart(frames)
+        if self._router in ready:
+            self._handle(self._router.recv_multipart())
+        return True
 
     def _handle(self, frames: list[bytes]) -> None:
         identity, delimiter, *rest = frames
