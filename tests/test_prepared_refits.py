@@ -110,6 +110,17 @@ def test_what_the_parameters_hold_at_the_refit_is_served(served: Daemon, model: 
     assert sing(served)[1] == report.version
 
 
+def test_an_ordinary_call_ends_it(served: Daemon, model: PreTrainedModel) -> None:
+    """The loop that refits need not know that its refit was prepared."""
+    version = served.status().version
+    served.prepare_refit(model, policy="keep")
+    load_seed(model, 1)
+    report = served.refit(model)
+    assert report.milliseconds.waited > 0
+    assert (report.version, report.policy) == (version + 1, "keep")
+    assert served.verify(model, full=True)
+
+
 def test_a_version_of_ones_own_is_published(served: Daemon, model: PreTrainedModel) -> None:
     version = served.status().version + 10
     with served.prepare_refit(model, version=version) as prepared:

@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -207,6 +208,79 @@ def test_nothing_is_rung_where_nothing_waits(
     with client.prepare_refit(model) as prepared:
         prepared.refit()
     assert not [said for said in rung.said if isinstance(said, tuple)]
+
+
+def test_a_refit_of_the_same_ends_it(
+    client: Daemon, daemon: Answering, rung: ListedBell, model: torch.nn.Module
+) -> None:
+    """As its own `refit()` does; what it names are the options prepared, the others are left out."""
+    with client.prepare_refit(model, policy="keep", only=["weight"], hold_seconds=2.5) as prepared:
+        report = client.refit(model, only=["weight"], version=None)
+        assert (RING, WORKERS) in rung.said
+    assert report == prepared.report() == REPORT
+    assert daemon.since_prepared() == [FinishRefit]
+
+
+def test_it_needs_no_block(client: Daemon, daemon: Answering, model: torch.nn.Module) -> None:
+    client.prepare_refit(model)
+    assert client.refit(model) == REPORT
+    assert daemon.since_prepared() == [FinishRefit]
+
+
+def test_a_refit_of_the_same_comes_back_when_every_worker_holds_it(
+    client: Daemon, daemon: Answering, rung: ListedBell, model: torch.nn.Module
+) -> None:
+    """Before the daemon has answered."""
+    rung.has_arrived = True
+    daemon.silent.add(FinishRefit)
+    with client.prepare_refit(model):
+        report = client.refit(model)
+        daemon.came.acquire()
+        assert isinstance(report, ComingReport)
+        daemon.unanswered[0].reply(RefitCommitted(report=REPORT))
+    assert report == REPORT
+
+
+@pytest.mark.parametrize("other", ["policy", "module", "specs", "ended"])
+def test_any_other_refit_is_one_of_its_own(
+    client: Daemon, daemon: Answering, model: torch.nn.Module, other: str
+) -> None:
+    """Which the daemon refuses while this one is prepared."""
+    others: dict[str, Callable[[], object]] = {
+        "policy": lambda: client.refit(model, policy="abort"),
+        "module": lambda: client.refit(share_parameters(torch.nn.Linear(2, 2))),
+        "specs": lambda: client.refit(model, []),
+        "ended": lambda: client.refit(model),
+    }
+    with client.prepare_refit(model, policy="keep") as prepared:
+        if other == "ended":
+            prepared.abort()
+        daemon.refuses[CommitRefit] = ErrorCode.REFIT_IN_PROGRESS
+        with pytest.raises(RefitdError) as refused:
+            others[other]()
+        assert refused.value.code is ErrorCode.REFIT_IN_PROGRESS
+        prepared.abort()
+    assert FinishRefit not in daemon.since_prepared()
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("end", ["refit", "abort"])
+def test_a_client_lets_go_of_what_has_ended(client: Daemon, end: str) -> None:
+    """Else its last module would stay in memory, on a GPU too."""
+    model = share_parameters(torch.nn.Linear(2, 2))
+    prepared = weakref.ref(client.prepare_refit(model))
+    getattr(prepared(), end)()
+    gc.collect()
+    assert prepared() is None
+
+
+def test_a_coroutine_refits_the_same(peer: Peer, daemon: Answering, model: torch.nn.Module) -> None:
+    async def both() -> RefitReport:
+        async with AsyncDaemon.connect(peer.endpoint) as client, await client.prepare_refit(model, attest="full"):
+            return await client.refit(model, attest="full")  # type: ignore[return-value]
+
+    assert asyncio.run(both()) == REPORT
+    assert daemon.since_prepared() == [FinishRefit]
 
 
 def test_a_bell_that_cannot_be_made_ready_ends_the_refit(

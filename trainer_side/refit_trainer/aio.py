@@ -110,6 +110,7 @@ class AsyncDaemon:
         self._staging: Staging | None = None
         self._timeout_seconds = timeout_seconds
         self._engine_devices: list[str] = []
+        self._prepared: set[AsyncPreparedRefit] = set()
 
     @classmethod
     def connect(
@@ -218,17 +219,24 @@ class AsyncDaemon:
         `check_finite`: refuse NaN and infinity before anything is written.
         `deadline_seconds`: of the whole, 300 by default.
 
+        Of a module that has been prepared (`prepare_refit`) it is the end of that; options left out are as prepared.
+
         When it is cancelled, interrupted or raises, the daemon has ended it too, unless it cannot be reached.
         """
+        for prepared in tuple(self._prepared):
+            if prepared.terms.cover(weights, specs, options):
+                await prepared.refit()
+                return prepared.report()
         return await walk(self.refit_steps(weights, specs, options))
 
     async def prepare_refit(self, module: torch.nn.Module, **options: Unpack[PrepareOptions]) -> AsyncPreparedRefit:
         """All of a refit but its copy, before the weights are final: see `Daemon.prepare_refit`. To be awaited, its
         result entered by `async with`.
         """
-        from refit_trainer.prepared import AsyncPreparedRefit
+        from refit_trainer.prepared import AsyncPreparedRefit, Terms
 
-        return AsyncPreparedRefit(await walk(self.prepare_steps(module, options)))
+        preparation = await walk(self.prepare_steps(module, options))
+        return AsyncPreparedRefit(preparation, Terms(module, options), self._prepared)
 
     async def reload(self, path: str | os.PathLike[str] | None = None, **options: Unpack[CommitOptions]) -> RefitReport:
         """Makes the engine serve a checkpoint's weights: of the model's own directory, or of another with the same

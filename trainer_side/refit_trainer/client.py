@@ -155,6 +155,7 @@ class Daemon:
     def __init__(self, thread: LoopThread, daemon: AsyncDaemon) -> None:
         self._thread = thread
         self._daemon = daemon
+        self._prepared: set[PreparedRefit] = set()
 
     @classmethod
     def connect(
@@ -231,8 +232,14 @@ class Daemon:
         `check_finite`: refuse NaN and infinity before anything is written.
         `deadline_seconds`: of the whole, 300 by default.
 
+        Of a module that has been prepared (`prepare_refit`) it is the end of that; options left out are as prepared.
+
         When it is cancelled, interrupted or raises, the daemon has ended it too, unless it cannot be reached.
         """
+        for prepared in tuple(self._prepared):
+            if prepared.terms.cover(weights, specs, options):
+                prepared.refit()
+                return prepared.coming_report()
         return walk_blocking(self._daemon.refit_steps(weights, specs, options), self._thread)
 
     def prepare_refit(self, module: torch.nn.Module, **options: Unpack[PrepareOptions]) -> PreparedRefit:
@@ -244,16 +251,17 @@ class Daemon:
             report = prepared.report()
 
         Everything is validated, requests in flight are dealt with, and the engine stands still from here on, so that
-        `prepared.refit()` takes little more than the copy; on a GPU that begins as soon as the trainer's stream comes
-        to it. It is for shared modules of one process, whose parameters are only changed in place meanwhile.
+        `prepared.refit()`, or `refit(model)`, takes little more than the copy; on a GPU that begins as soon as the
+        trainer's stream comes to it. It is for shared modules of one process, whose parameters are only changed in
+        place meanwhile.
 
         Options: those of `refit`, and `hold_seconds`: how long the engine waits, by default as the daemon is configured
         (10). After that it goes on with the old weights, and `prepared.refit()` is an ordinary refit.
         """
-        from refit_trainer.prepared import PreparedRefit
+        from refit_trainer.prepared import PreparedRefit, Terms
 
         preparation = walk_blocking(self._daemon.prepare_steps(module, options), self._thread)
-        return PreparedRefit(preparation, self._thread)
+        return PreparedRefit(preparation, self._thread, Terms(module, options), self._prepared)
 
     def reload(self, path: str | os.PathLike[str] | None = None, **options: Unpack[CommitOptions]) -> RefitReport:
         """Makes the engine serve a checkpoint on the daemon's machine; see `AsyncDaemon.reload`."""

@@ -5,22 +5,42 @@ from __future__ import annotations
 import asyncio
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import RefitPrepared
 from refit_trainer.daemon_refit import AWAKE_SECONDS, DaemonRefit
 from refit_trainer.errors import NotShareable, RefitdError
-from refit_trainer.refits import CommitOptions
-from refit_trainer.report import RefitReport, known_of
+from refit_trainer.refits import CommitOptions, PrepareOptions, RefitOptions
+from refit_trainer.report import ComingReport, RefitReport, known_of
 from refit_trainer.steps import Steps, walk, walk_blocking
 
 if TYPE_CHECKING:
+    import torch
+
+    from refit_protocol.tensors import TensorShape
     from refit_trainer.backends import Bell
     from refit_trainer.client import LoopThread
     from refit_trainer.sharing import SharedModule
+    from refit_trainer.staging import Weights
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What was prepared, and as the caller said it."""
+
+    module: torch.nn.Module
+    options: PrepareOptions
+
+    def cover(
+        self, weights: torch.nn.Module | Weights, specs: Sequence[TensorShape] | None, options: RefitOptions
+    ) -> bool:
+        """Whether a `refit` of these is the one prepared: what it leaves out is as it was prepared."""
+        said = {name: value for name, value in options.items() if value is not None}
+        return weights is self.module and specs is None and said.items() <= self.options.items()
 
 
 class Preparation:
@@ -140,11 +160,16 @@ class PreparedRefit:
     """Of a `Daemon`; to be used with `with`: what has not been refitted in the end is withdrawn, and what has been is
     published."""
 
-    def __init__(self, preparation: Preparation, thread: LoopThread) -> None:
+    def __init__(
+        self, preparation: Preparation, thread: LoopThread, terms: Terms, unfinished: set[PreparedRefit]
+    ) -> None:
         self._preparation = preparation
         self._thread = thread
+        self.terms = terms
+        self._unfinished = unfinished
         self._publishing: Future[RefitReport] | None = None
         self._refitted = False
+        unfinished.add(self)
 
     @property
     def version(self) -> int:
@@ -157,6 +182,7 @@ class PreparedRefit:
         Returns when every worker holds them: they may change at once, and whatever this client asks for from here on
         comes behind them. Where the daemon has not waited so long it is an ordinary refit.
         """
+        self._unfinished.discard(self)
         self._preparation.end()
         try:
             self._preparation.ring()
@@ -179,12 +205,21 @@ class PreparedRefit:
 
     def report(self) -> RefitReport:
         """What the daemon says of the refit, once the version is published."""
+        return self._published.result()
+
+    def coming_report(self) -> RefitReport:
+        """The same at once: what is asked of it waits."""
+        return self._published.result() if self._published.done() else ComingReport(self._published)
+
+    @property
+    def _published(self) -> Future[RefitReport]:
         if self._publishing is None:
             raise RefitdError("refit() comes first")
-        return self._publishing.result()
+        return self._publishing
 
     def abort(self) -> None:
         """Opens the gate again, nothing has changed; does nothing after `refit()`."""
+        self._unfinished.discard(self)
         self._thread.call(self._preparation.withdraw())
 
     def __enter__(self) -> Self:
@@ -202,9 +237,12 @@ class PreparedRefit:
 class AsyncPreparedRefit:
     """`PreparedRefit` of an `AsyncDaemon`, with `async with`."""
 
-    def __init__(self, preparation: Preparation) -> None:
+    def __init__(self, preparation: Preparation, terms: Terms, unfinished: set[AsyncPreparedRefit]) -> None:
         self._preparation = preparation
+        self.terms = terms
+        self._unfinished = unfinished
         self._report: RefitReport | None = None
+        unfinished.add(self)
 
     @property
     def version(self) -> int:
@@ -213,6 +251,7 @@ class AsyncPreparedRefit:
 
     async def refit(self) -> None:
         """See `PreparedRefit.refit`; this one comes back when the version is published."""
+        self._unfinished.discard(self)
         self._preparation.end()
         try:
             self._preparation.ring()
@@ -234,6 +273,7 @@ class AsyncPreparedRefit:
 
     async def abort(self) -> None:
         """Opens the gate again, nothing has changed; does nothing after `refit()`."""
+        self._unfinished.discard(self)
         await self._preparation.withdraw()
 
     async def __aenter__(self) -> Self:

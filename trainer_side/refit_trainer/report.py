@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from typing import Any, Protocol, runtime_checkable
 
 from refit_protocol.messages import InflightPolicy, RefitMilliseconds, RefitPath, UnplannedTensor
-from refit_protocol.messages import RefitReport as KnownReport
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ class RefitReport(Protocol):
 class ComingReport:
     """Of a refit whose answer is on its way."""
 
-    def __init__(self, coming: Future[KnownReport]) -> None:
+    def __init__(self, coming: Future[RefitReport]) -> None:
         self._coming = coming
         coming.add_done_callback(_warn_of_failure)
 
@@ -98,7 +97,7 @@ class ComingReport:
     def __repr__(self) -> str:
         return repr(self._coming.result())
 
-    def __reduce__(self) -> tuple[Callable[[KnownReport], KnownReport], tuple[KnownReport]]:
+    def __reduce__(self) -> tuple[Callable[[RefitReport], RefitReport], tuple[RefitReport]]:
         """A copy, and what goes to another process, is what the daemon says."""
         return _same, (self._coming.result(),)
 
@@ -108,7 +107,7 @@ def known_of(report: RefitReport) -> None:
     _ = report.version
 
 
-def _same(report: KnownReport) -> KnownReport:
+def _same(report: RefitReport) -> RefitReport:
     return report
 
 
