@@ -67,6 +67,16 @@ def test_what_the_parameters_hold_at_the_refit_is_served(
         assert gpu_daemon.digest("full").digest == digest_of(gpu_daemon, replayed)
 
 
+def test_an_ordinary_call_ends_it(gpu_daemon: Daemon, replayed: PreTrainedModel) -> None:
+    """`refit()` of the same module, which rings the bell as the prepared one's own does."""
+    with gpu_daemon.prepare_refit(replayed) as prepared:
+        assert ring_of(prepared) is not None
+        load_values(replayed, 12)
+        report = gpu_daemon.refit(replayed)
+    assert report.milliseconds.waited > 0
+    assert gpu_daemon.digest("full").digest == digest_of(gpu_daemon, replayed)
+
+
 def test_the_trainers_stream_rings_when_it_comes_to_it(gpu_daemon: Daemon, replayed: PreTrainedModel) -> None:
     """100 times: a long kernel, then the new values, no host synchronisation; overwritten at the ack."""
     values = [[p.detach().clone() for p in trainer_model(seed).parameters()] for seed in (0, 1)]
