@@ -131,7 +131,8 @@ def test_the_next_commit_takes_up_what_stands_by(start: Start) -> None:
         async with start() as trainer:
             for version in (2, 3):
                 assert (trainer.state, trainer.calls[-1]) == (EngineState.READY, "refitd_stand_by")
-                assert (await trainer.commit()).report.version == version
+                report = (await trainer.commit()).report
+                assert (report.version, report.stood_by) == (version, True)
                 assert (trainer.calls[-1], trainer.standing.is_up) == ("refitd_commit", False)
                 await trainer.until(Standing.UP)
             assert "refitd_give_way" not in trainer.calls
@@ -188,6 +189,7 @@ def test_whoever_comes_to_the_gate_is_given_way(start: Start) -> None:
             assert (trainer.standing.state, trainer.calls[-1]) == (Standing.DOWN, "refitd_give_way")
             await trainer.has_looked()
             assert trainer.standing.state is Standing.DOWN
+            assert not (await trainer.commit()).report.stood_by
             gate.leave()
             await trainer.until(Standing.UP)
 

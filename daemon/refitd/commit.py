@@ -49,8 +49,9 @@ log = structlog.get_logger()
 @dataclass
 class Ticket:
     """One refit's terms, and the clock of its phases; `waited_seconds` for its trainer are not its own. `stands`: it is
-    the one that stands by, and does not give way. `undoes`: it is for what was copied without a refit, and begins also
-    while the daemon drains. `on_shut` is called in the moment in which the gate shuts."""
+    the one that stands by, and does not give way; it `stood_by` if nobody else has ended that. `undoes`: it is for what
+    was copied without a refit, and begins also while the daemon drains. `on_shut` is called in the moment in which the
+    gate shuts."""
 
     version: int
     policy: InflightPolicy
@@ -62,6 +63,7 @@ class Ticket:
     shut: float = 0.0
     waited_seconds: float = 0.0
     stands: bool = False
+    stood_by: bool = False
     undoes: bool = False
     on_shut: Callable[[], None] = lambda: None
     _withdrawn: str | None = None
@@ -328,6 +330,7 @@ class Commit:
             size_bytes=report.size_bytes,
             milliseconds=round(report.milliseconds.total, 3),
             digest=report.digest,
+            stood_by=report.stood_by,
         )
 
     def weights_dropped(self) -> None:
@@ -490,6 +493,7 @@ def _report(ticket: Ticket, answers: Sequence[dict[str, Any]], digest: str | Non
             total=(now - ticket.started - ticket.waited_seconds) * 1e3,
             waited=ticket.waited_seconds * 1e3,
         ),
+        stood_by=ticket.stood_by,
     )
 
 

@@ -50,6 +50,9 @@ class RefitdMetrics:
         self._registry = registry
         self._info = Info("refitd", "Which daemon, vLLM and model this is.", registry=registry)
         self._refits = Counter("refitd_refits", "Committed refits.", ["path", "policy"], registry=registry)
+        self._refits_stood_by = Counter(
+            "refitd_refits_stood_by", "Committed refits that had stood by until then.", registry=registry
+        )
         self._refit_failures = Counter("refitd_refit_failures", "Refits that failed.", ["code"], registry=registry)
         self._refit_bytes = Counter("refitd_refit_bytes", "Weight bytes committed by refits.", registry=registry)
         self._refit_phases = Histogram(
@@ -121,6 +124,7 @@ class RefitdMetrics:
 
     def refit_committed(self, report: RefitReport) -> None:
         self._refits.labels(report.path, report.policy).inc()
+        self._refits_stood_by.inc(report.stood_by)
         self._refit_bytes.inc(report.size_bytes)
         self._unplanned.set(len(report.unplanned))
         # Only prepared refits wait for their trainers: that others did not is no measurement.

@@ -104,6 +104,7 @@ class StandBy:
         """The workers have done what stood by, or the same without it where it had given way, or say what they have
         written of it; nothing stands by at them."""
         if ticket.stands and self.is_up:
+            ticket.stood_by = True
             self._step(StandingEvent.COMMITTED)
 
     @asynccontextmanager

@@ -80,6 +80,12 @@ def test_only_a_prepared_refit_has_waited(registry: CollectorRegistry, metrics: 
     assert value(registry, "refitd_refit_phase_seconds_sum", **labels) == 0.05
 
 
+def test_refits_that_stood_by_are_counted(registry: CollectorRegistry, metrics: RefitdMetrics) -> None:
+    for stood_by in (False, True, True):
+        metrics.refit_committed(msgspec.structs.replace(REPORT, stood_by=stood_by))
+    assert value(registry, "refitd_refits_stood_by_total") == 2
+
+
 def test_every_phase_of_a_report_is_exported() -> None:
     """A phase added to the wire's report is not forgotten here."""
     assert set(REFIT_PHASES) == set(RefitMilliseconds.__struct_fields__)

@@ -44,6 +44,9 @@ class RefitReport(Protocol):
     @property
     def milliseconds(self) -> RefitMilliseconds: ...
 
+    @property
+    def stood_by(self) -> bool: ...
+
 
 class ComingReport:
     """Of a refit whose answer is on its way."""
@@ -87,6 +90,10 @@ class ComingReport:
     @property
     def milliseconds(self) -> RefitMilliseconds:
         return self._coming.result().milliseconds
+
+    @property
+    def stood_by(self) -> bool:
+        return self._coming.result().stood_by
 
     def __eq__(self, other: object) -> bool:
         return self._coming.result() == (other._coming.result() if isinstance(other, ComingReport) else other)

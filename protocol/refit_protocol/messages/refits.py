@@ -243,6 +243,8 @@ class RefitMilliseconds(Detail, frozen=True, kw_only=True):
 
 
 class RefitReport(Detail, frozen=True, kw_only=True):
+    """`stood_by`: all but its copy had been done when its commit came."""
+
     version: int
     path: RefitPath
     tensors: int
@@ -252,6 +254,7 @@ class RefitReport(Detail, frozen=True, kw_only=True):
     unplanned: list[UnplannedTensor]
     digest: str | None
     milliseconds: RefitMilliseconds
+    stood_by: bool = False
 
 
 class RefitSummary(Detail, frozen=True, kw_only=True):
