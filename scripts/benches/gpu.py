@@ -129,6 +129,8 @@ def _standing(process: DaemonProcess, model: Qwen3ForCausalLM, copy: float) -> I
         reports: list[RefitReport] = []
         standing = _median(lambda: reports.append(daemon.refit(model)), ROUNDS, STAND_BY_SECONDS)
         yield at_most("standing_vs_copy", standing * 1e3, "ms", 1.10, ratio=standing / copy)
+        stood_by = sum(report.stood_by for report in reports[-ROUNDS:])
+        yield Figure("standing_refits_that_stood_by", stood_by, f"of {ROUNDS}")
         yield from _phases("standing", reports)
 
 

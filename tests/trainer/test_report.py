@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from concurrent.futures import Future
 
 import pytest
 
 from refit_protocol.messages import RefitReport
+from refit_trainer import UsedAfterFork
 from refit_trainer.report import ComingReport
 from tests.trainer.background import in_background
 from tests.trainer.granted import REPORT
+
+REFUSED = 99
+
+
+def exit_code_of_a_child(report: ComingReport) -> int:
+    """The version that a forked child is told, or `REFUSED`."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(report.version)
+        except UsedAfterFork:
+            os._exit(REFUSED)
+        finally:
+            os._exit(98)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.fixture
@@ -53,6 +70,14 @@ def test_what_became_of_the_refit_is_raised(coming: Future[RefitReport], caplog:
     assert "the engine has died" in caplog.text
     with pytest.raises(ValueError, match="the engine has died"):
         assert report.version
+
+
+def test_a_forked_child_does_not_wait_for_what_never_comes_there(coming: Future[RefitReport]) -> None:
+    """What is known at the fork the child knows, too."""
+    report = ComingReport(coming)
+    assert exit_code_of_a_child(report) == REFUSED
+    coming.set_result(REPORT)
+    assert exit_code_of_a_child(report) == REPORT.version
 
 
 def test_a_client_that_was_closed_complains_of_nothing(

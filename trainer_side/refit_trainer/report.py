@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol, runtime_checkable
 
 from refit_protocol.messages import InflightPolicy, RefitMilliseconds, RefitPath, UnplannedTensor
+from refit_trainer.errors import UsedAfterFork
 
 logger = logging.getLogger(__name__)
 
@@ -53,60 +55,66 @@ class ComingReport:
 
     def __init__(self, coming: Future[RefitReport]) -> None:
         self._coming = coming
+        self._pid = os.getpid()
         coming.add_done_callback(_warn_of_failure)
 
     @property
     def version(self) -> int:
-        return self._coming.result().version
+        return self._known().version
 
     @property
     def path(self) -> RefitPath:
-        return self._coming.result().path
+        return self._known().path
 
     @property
     def tensors(self) -> int:
-        return self._coming.result().tensors
+        return self._known().tensors
 
     @property
     def size_bytes(self) -> int:
-        return self._coming.result().size_bytes
+        return self._known().size_bytes
 
     @property
     def partial(self) -> bool:
-        return self._coming.result().partial
+        return self._known().partial
 
     @property
     def policy(self) -> InflightPolicy:
-        return self._coming.result().policy
+        return self._known().policy
 
     @property
     def unplanned(self) -> list[UnplannedTensor]:
-        return self._coming.result().unplanned
+        return self._known().unplanned
 
     @property
     def digest(self) -> str | None:
-        return self._coming.result().digest
+        return self._known().digest
 
     @property
     def milliseconds(self) -> RefitMilliseconds:
-        return self._coming.result().milliseconds
+        return self._known().milliseconds
 
     @property
     def stood_by(self) -> bool:
-        return self._coming.result().stood_by
+        return self._known().stood_by
+
+    def _known(self) -> RefitReport:
+        if self._pid != os.getpid() and not self._coming.done():
+            raise UsedAfterFork(f"this report is on its way to process {self._pid}: look at it before you fork")
+        return self._coming.result()
 
     def __eq__(self, other: object) -> bool:
-        return self._coming.result() == (other._coming.result() if isinstance(other, ComingReport) else other)
+        return self._known() == (other._known() if isinstance(other, ComingReport) else other)
 
     def __hash__(self) -> int:
-        return hash(self._coming.result())
+        return hash(self._known())
 
     def __repr__(self) -> str:
-        return repr(self._coming.result())
+        return repr(self._known())
 
     def __reduce__(self) -> tuple[Callable[[RefitReport], RefitReport], tuple[RefitReport]]:
         """A copy, and what goes to another process, is what the daemon says."""
-        return _same, (self._coming.result(),)
+        return _same, (self._known(),)
 
 
 def known_of(report: RefitReport) -> None:
