@@ -519,6 +519,32 @@ def test_it_is_not_rung_for_while_another_refit_has_the_role(
     assert outcome == [REPORT]
 
 
+def test_its_commit_overtakes_a_refit_that_was_about_to_begin(
+    peer: Peer, standing: Daemon, model: torch.nn.Module, bell: HostBell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That one had been handed in, but had not begun: it would wait at the daemon for a commit that waits for it."""
+    refit_first(peer, standing, model)
+    handed_in, may_go_on, submit = threading.Event(), threading.Event(), standing._thread.submit
+
+    def submitted(work: Any) -> Any:
+        running = submit(work)
+        handed_in.set()
+        return running
+
+    standing._thread.loop.call_soon_threadsafe(may_go_on.wait)
+    monkeypatch.setattr(standing._thread, "submit", submitted)
+    other, _ = in_background(standing.refit, TENSORS)
+    assert handed_in.wait(timeout=30)
+    thread, outcome = in_background(standing.refit, model)
+    until(lambda: bell.rung == 1, "the bell to be rung")
+    may_go_on.set()
+    peer.next(CommitRefit).reply(RefitCommitted(report=REPORT))
+    peer.next(OpenSource).fail(ErrorCode.LIMIT_EXCEEDED)
+    thread.join()
+    other.join()
+    assert outcome == [REPORT]
+
+
 # --- ended early ------------------------------------------------------------------------------------------------------
 
 

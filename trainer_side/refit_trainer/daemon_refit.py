@@ -123,11 +123,12 @@ class DaemonRefit(OneRefit):
         bell = self._role.standing_bell(shared.memory)
         alike = only is None and options.get("version") is None and not options.get("check_finite")
         # Behind another refit the commit would not come before that has ended, which would wait for it at the daemon.
-        is_next = self._entered or not self._role.is_entered
-        if bell is not None and alike and is_next and self._connection.is_up:
+        if bell is not None and alike and self._connection.is_up and (self._entered or self._role.claim(self)):
             # It may be interrupted in its middle.
             self._rung = True
             self._rung = bell.ring_awaited()
+            if not self._rung:
+                self._role.waive(self)
 
     def make_bell_ready(self, shared: SharedModule) -> None:
         """On the thread that will ring it; what takes time the first time."""
@@ -330,6 +331,7 @@ class DaemonRefit(OneRefit):
                 self._role.doubt()
             await asyncio.gather(*tasks, return_exceptions=True)
         finally:
+            self._role.waive(self)
             await super().abort(error)
         for failure in (task.exception() for task in tasks if not task.cancelled()):
             # It is told once, whoever is told.

@@ -40,7 +40,7 @@ class OneRefit:
         return self._number is not None or self._unanswered
 
     async def enter(self) -> None:
-        self._epoch = await self._role.enter(self._timeout_seconds)
+        self._epoch = await self._role.enter(self._timeout_seconds, self)
         self._entered = True
 
     async def leave(self) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 # A broken connection is soon back; a daemon that is gone for longer has ended our refit by itself.
 RECONNECT_SECONDS = 5.0
+_LOOK_AGAIN_SECONDS = 0.001
 # After these the daemon no longer knows our role or our sources; the next refit starts over.
 _ROLE_LOST = frozenset({ErrorCode.STALE_EPOCH, ErrorCode.UNKNOWN_SOURCE, ErrorCode.NO_SESSION})
 
@@ -62,14 +63,15 @@ class WriterRole:
         self._announced: dict[int, list[TensorShape]] = {}
         self._layouts: dict[int, dict[int, FilledBucket]] = {}
         self._is_in_doubt = False
+        self._next: object | None = None
 
     async def acquire(self, *, takeover: bool, timeout_seconds: float) -> None:
-        async with self._lock:
+        async with self._turn():
             await self._acquire(takeover=takeover, timeout_seconds=timeout_seconds)
 
     async def release(self, *, timeout_seconds: float) -> None:
         """Gives the role up; the daemon closes our sources with it."""
-        async with self._lock:
+        async with self._turn():
             await self.give_up(timeout_seconds=timeout_seconds)
 
     def close(self) -> None:
@@ -112,9 +114,9 @@ class WriterRole:
         finally:
             await self.leave()
 
-    async def enter(self, timeout_seconds: float) -> int:
+    async def enter(self, timeout_seconds: float, claimant: object | None = None) -> int:
         """The epoch, in which nothing is under way that was given up before."""
-        await self._lock.acquire()
+        await self._take_turn(claimant)
         try:
             if self._is_in_doubt:
                 await self.give_up(timeout_seconds=timeout_seconds)
@@ -130,10 +132,20 @@ class WriterRole:
         """A coroutine so that it runs on the loop, whichever thread asks for it."""
         self._lock.release()
 
-    @property
-    def is_entered(self) -> bool:
-        """By anybody. For any thread."""
-        return self._lock.locked()
+    def claim(self, claimant: object) -> bool:
+        """Whether it will be the next to enter, whoever comes meanwhile: then it has to, or to waive that. For any
+        thread."""
+        if self._next is None:
+            # Before the look: whoever enters looks at this behind it, so one of the two sees the other.
+            self._next = claimant
+        if self._lock.locked():
+            self.waive(claimant)
+        return self._next is claimant
+
+    def waive(self, claimant: object) -> None:
+        """Nothing where it has not claimed. For any thread."""
+        if self._next is claimant:
+            self._next = None
 
     def holds(self, epoch: int) -> bool:
         """False where it is known to have been lost since this epoch was entered."""
@@ -213,6 +225,22 @@ class WriterRole:
     def layouts_of(self, source: int) -> dict[int, FilledBucket]:
         """What the daemon knows by number of how this source's buckets are filled."""
         return self._layouts.setdefault(source, {})
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        await self._take_turn(None)
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    async def _take_turn(self, claimant: object | None) -> None:
+        await self._lock.acquire()
+        while self._next is not None and self._next is not claimant:
+            self._lock.release()
+            await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+            await self._lock.acquire()
+        self.waive(claimant)
 
     @property
     def _written_epoch(self) -> int:
