@@ -7,11 +7,7 @@ import threading
 from collections.abc import Awaitable
 from typing import Any
 
-import pytest
-
-from refitd.compat import engine_argument_names, lock_input_socket
-from refitd.config import load_config
-from refitd.engine import WORKER_EXTENSION, engine_arguments, engine_environment
+from refitd.compat import lock_input_socket
 
 
 class Client:
@@ -46,17 +42,3 @@ def test_the_owner_sends_and_another_thread_is_named() -> None:
     thread.join()
     assert client.sent == [("add", 1)]
     assert "metrics-logger" in errors[0]
-
-
-def test_every_engine_argument_exists_in_this_vllm() -> None:
-    """What the configuration turns into is known to the installed release."""
-    arguments = engine_arguments(load_config({"model": "m"}, None))
-    assert set(arguments) <= engine_argument_names()
-    assert arguments["worker_extension_cls"] == WORKER_EXTENSION
-
-
-@pytest.mark.parametrize(("size", "multiprocessing"), [(1, "0"), (2, "1")])
-def test_one_worker_lives_inside_the_engine_process(size: int, multiprocessing: str) -> None:
-    """Several need a process each."""
-    config = load_config({"model": "m", "engine": {"tensor_parallel_size": size}}, None)
-    assert engine_environment(config)["VLLM_ENABLE_V1_MULTIPROCESSING"] == multiprocessing

@@ -14,7 +14,7 @@ from zipfile import ZipFile
 
 import pytest
 
-from refitd.engine import WORKER_EXTENSION
+from refitd.engine_start import WORKER_EXTENSION
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"refitd", "refit_protocol", "refit_trainer"}

@@ -58,7 +58,8 @@ from refitd.commit import Commit
 from refitd.config import RELOADABLE, Config, ConfigError, fixed_changes
 from refitd.doctor.devices import read_gpus, visible_uuids
 from refitd.endpoint import Endpoint, EndpointError, take_endpoint
-from refitd.engine import Engine, EngineInfo, StartupError, engine_environment
+from refitd.engine import Engine, EngineInfo, StartupError
+from refitd.engine_start import engine_environment
 from refitd.gate import Gate
 from refitd.generation import Generation
 from refitd.http import HttpBindError, HttpServer, reserve_socket

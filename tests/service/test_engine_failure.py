@@ -8,10 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel, ValidationError, field_validator
 
 from refitd import engine_failure, log
-from refitd.engine import refusal_of
 
 # What vLLM's processes do, each for itself: set up logging from the named file, and log what ended their loop.
 FAILING = """
@@ -62,19 +60,3 @@ def test_the_next_start_forgets_it(tmp_path: Path, environment: dict[str, str]) 
 def test_a_long_reason_is_cut() -> None:
     """Native errors carry their stacks; the log has them whole."""
     assert len(engine_failure.one_line(RuntimeError("frame #0\n" * 1000))) == engine_failure.MAX_CHARACTERS
-
-
-class Refusing(BaseModel):
-    max_model_len: int
-
-    @field_validator("max_model_len")
-    @classmethod
-    def _refuse(cls, value: int) -> int:
-        raise ValueError(f"{value} is more\nthan the model takes")
-
-
-def test_what_vllms_configuration_refuses_is_one_line() -> None:
-    """Of pydantic's many, the field where there is one, and the reason."""
-    with pytest.raises(ValidationError) as refused:
-        Refusing(max_model_len=100_000)
-    assert refusal_of(refused.value) == "max_model_len: 100000 is more than the model takes"
