@@ -455,9 +455,14 @@ def test_nothing_else_begins_meanwhile(
 def test_another_refit_of_the_same_client_is_refused_meanwhile(served: Daemon, model: PreTrainedModel) -> None:
     """It does not wait for what only its own caller can end."""
     with served.prepare_refit(model) as prepared:
-        for other in (served.refit, served.prepare_refit):
+        others = (
+            lambda: served.refit(model, policy="abort"),
+            lambda: served.refit(dict(model.named_parameters())),
+            lambda: served.prepare_refit(model),
+        )
+        for other in others:
             with pytest.raises(RefitdError) as refused:
-                other(model)
+                other()
             assert refused.value.code is ErrorCode.REFIT_IN_PROGRESS
         load_seed(model, 1)
         prepared.refit()
