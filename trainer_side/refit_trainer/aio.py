@@ -53,6 +53,7 @@ from refit_trainer.errors import NotShareable, RefitdError, RequestTimedOut
 from refit_trainer.inbox import Mailbox
 from refit_trainer.link import CurveKeys
 from refit_trainer.opening import Opening
+from refit_trainer.options import Count, Patience, Seconds, check_options, checked
 from refit_trainer.prompts import GenerateOptions, Prompt, generate_command, reading_of
 from refit_trainer.refits import CommitOptions, PrepareOptions, RefitOptions, reload, restore, split_options
 from refit_trainer.replies import AsyncReplies, Item
@@ -89,12 +90,12 @@ class ConnectOptions(TypedDict, total=False):
     """
 
     client: str
-    lease_seconds: float | None
-    request_seconds: float
-    patience_seconds: float | None
+    lease_seconds: Seconds | None
+    request_seconds: Seconds
+    patience_seconds: Patience | None
     curve: CurveKeys | None
     plan: PlanMode | None
-    bucket_bytes: int
+    bucket_bytes: Count
     stand_by: bool
 
 
@@ -121,8 +122,7 @@ class AsyncDaemon:
         `endpoint` None is `$REFITD_ENDPOINT`, else the socket in this user's runtime directory. `timeout_seconds` also
         bounds every later call that has no bound of its own.
         """
-        if unknown := options.keys() - ConnectOptions.__annotations__.keys():
-            raise TypeError(f"connect() has no option {sorted(unknown)[0]!r}")
+        check_options("connect", options, ConnectOptions)
         where = endpoint or default_endpoint(os.environ, os.getuid())
         return Opening(lambda: _open(where, timeout_seconds, options))
 
@@ -180,18 +180,19 @@ class AsyncDaemon:
         return await self._ask(GetManifest(), Manifest)
 
     async def digest(self, mode: Literal["sampled", "full"] = "sampled") -> WeightsDigest:
+        command = checked(GetDigest(mode=mode))
         # Where an engine runs does not change: asked for once.
         if not self._engine_devices:
             self._engine_devices = (await self.status()).devices
         with awake(AWAKE_SECONDS.get("cpu" if "cpu" in self._engine_devices else "cuda", 0.0)):
-            return await self._ask(GetDigest(mode=mode), WeightsDigest, SLOW_SECONDS)
+            return await self._ask(command, WeightsDigest, SLOW_SECONDS)
 
     async def verify(self, weights: torch.nn.Module | Mapping[str, torch.Tensor], *, full: bool = False) -> bool:
         """Whether the engine serves exactly these weights, by the digests of both; `full` looks at every element."""
         return await walk(self.verify_steps(weights, full=full))
 
     async def logger_metrics(self, clear: bool = False) -> LoggerMetrics:
-        return await self._ask(GetLoggerMetrics(clear=clear), LoggerMetrics)
+        return await self._ask(checked(GetLoggerMetrics(clear=clear)), LoggerMetrics)
 
     # --- weights ---
 
@@ -337,20 +338,20 @@ class AsyncDaemon:
 
     async def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
         """Makes a LoRA adapter known by `name` to `generate(..., lora=name)`; `path` is on the daemon's machine."""
-        await self._ask(LoadAdapter(name=name, path=os.fspath(path)), AdapterLoaded, SLOW_SECONDS)
+        await self._ask(checked(LoadAdapter(name=name, path=os.fspath(path))), AdapterLoaded, SLOW_SECONDS)
 
     async def unload_adapter(self, name: str) -> None:
         """Requests under way go on with it."""
-        await self._ask(UnloadAdapter(name=name), AdapterUnloaded, SLOW_SECONDS)
+        await self._ask(checked(UnloadAdapter(name=name)), AdapterUnloaded, SLOW_SECONDS)
 
     async def reset_prefix_cache(self) -> None:
         await self._ask(ResetPrefixCache(), PrefixCacheReset)
 
     async def sleep(self, level: Literal[1, 2] = 1, policy: InflightPolicy = "finish") -> SleepStateChanged:
-        return await self._ask(Sleep(level=level, policy=policy), SleepStateChanged, SLOW_SECONDS)
+        return await self._ask(checked(Sleep(level=level, policy=policy)), SleepStateChanged, SLOW_SECONDS)
 
     async def wake_up(self, tags: list[SleepTag] | None = None) -> SleepStateChanged:
-        return await self._ask(WakeUp(tags=tags), SleepStateChanged, SLOW_SECONDS)
+        return await self._ask(checked(WakeUp(tags=tags)), SleepStateChanged, SLOW_SECONDS)
 
     def verify_steps(self, weights: torch.nn.Module | Mapping[str, torch.Tensor], *, full: bool) -> Steps[bool]:
         """`verify`, for a caller on another thread than the event loop's."""
@@ -395,10 +396,9 @@ class AsyncDaemon:
         from refit_trainer.prepared import prepare_steps
         from refit_trainer.sharing import shared_module
 
+        check_options("prepare_refit", options, PrepareOptions)
         terms: PrepareOptions = {**options}
         hold_seconds = terms.pop("hold_seconds", None)
-        if hold_seconds is not None and not hold_seconds > 0:
-            raise ValueError(f"hold_seconds is {hold_seconds}: it has to be more than 0, or left out")
         only, rest, timeout_seconds = split_options(terms)
         shared = shared_module(module)
         if shared is None or shared.sharded:

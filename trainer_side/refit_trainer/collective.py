@@ -17,6 +17,7 @@ from refit_trainer.broadcast_refits import BroadcastRefit, join_group, leave_gro
 from refit_trainer.connection import Connection
 from refit_trainer.layouts import announced, check_selection, selected
 from refit_trainer.names import checkpoint_tensors
+from refit_trainer.options import check_names
 from refit_trainer.process_group import TIMEOUT_SECONDS, BroadcastGroup, Listener, local_address, terms_of
 from refit_trainer.refits import RefitOptions, split_options
 from refit_trainer.steps import Loop, Steps, walk, walk_blocking
@@ -163,6 +164,7 @@ def form_steps(
     options: CollectiveOptions,
 ) -> Steps[Broadcaster]:
     """Hosts a group and has the engine's workers join it. Raises `RefitdError` with code `collective_failed`."""
+    check_names("collective", options, CollectiveOptions)
     status: Status = yield ask_status()
     trainer_ranks = options.get("trainer_ranks", 1)
     timeout_seconds = options.get("timeout_seconds", TIMEOUT_SECONDS)

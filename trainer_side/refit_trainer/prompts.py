@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypedDict, cast, get_args
+from typing import Any, Literal, TypeAlias, TypedDict, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from refit_protocol.messages import Generate, Sampling
+from refit_trainer.options import Deadline, check_options
 
 # One prompt: token ids as a list, an array or a one-dimensional tensor; or text.
 Prompt: TypeAlias = "Sequence[int] | npt.NDArray[np.integer[Any]] | str | Any"
@@ -29,7 +30,7 @@ class RequestOptions(TypedDict, total=False):
     routed_experts: bool
     min_version: int | None
     max_version_lag: int | None
-    deadline_seconds: float | None
+    deadline_seconds: Deadline | None
 
 
 class GenerateOptions(RequestOptions, total=False):
@@ -47,11 +48,9 @@ class Reading:
 
 
 def reading_of(options: GenerateOptions) -> Reading:
-    """Raises ValueError for an `incomplete` that there is not."""
-    incomplete = options.get("incomplete", "raise")
-    if incomplete not in get_args(Incomplete):
-        raise ValueError(f'incomplete is {incomplete!r}: choose "raise" or "yield"')
-    return Reading(options.get("deadline_seconds"), incomplete)
+    """Raises as `check_options` does."""
+    check_options("generate", options, GenerateOptions)
+    return Reading(options.get("deadline_seconds"), options.get("incomplete", "raise"))
 
 
 def generate_command(

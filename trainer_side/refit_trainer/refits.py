@@ -14,6 +14,7 @@ from refit_protocol.messages import (
     WeightsRestored,
 )
 from refit_trainer.connection import Connection
+from refit_trainer.options import Seconds, Version, check_options
 from refit_trainer.replies import GRACE_SECONDS
 from refit_trainer.writer import WriterRole
 
@@ -23,11 +24,11 @@ _DEADLINE_SECONDS = 300.0
 class CommitOptions(TypedDict, total=False):
     """What is left out is as the daemon is configured; `deadline_seconds`, 300 by default, bounds both sides."""
 
-    version: int | None
+    version: Version | None
     policy: InflightPolicy | None
     attest: AttestMode | None
     check_finite: bool | None
-    deadline_seconds: float
+    deadline_seconds: Seconds
 
 
 class RefitOptions(CommitOptions, total=False):
@@ -39,11 +40,13 @@ class RefitOptions(CommitOptions, total=False):
 class PrepareOptions(RefitOptions, total=False):
     """`hold_seconds`: how long the engine waits for the refit."""
 
-    hold_seconds: float | None
+    hold_seconds: Seconds | None
 
 
 def split_options(options: RefitOptions) -> tuple[list[str] | None, CommitOptions, float]:
-    """The names of a partial refit, the other options with their deadline, and how long to wait for answers."""
+    """The names of a partial refit, the other options with their deadline, and how long to wait for answers. Raises as
+    `check_options` does."""
+    check_options("refit", options, RefitOptions)
     deadline_seconds = options.get("deadline_seconds", _DEADLINE_SECONDS)
     rest: RefitOptions = {**options, "deadline_seconds": deadline_seconds}
     only = rest.pop("only", None)
@@ -52,6 +55,7 @@ def split_options(options: RefitOptions) -> tuple[list[str] | None, CommitOption
 
 async def reload(connection: Connection, role: WriterRole, path: str | None, options: CommitOptions) -> RefitReport:
     """`path` is one of the daemon's machine; None is the model's own directory."""
+    check_options("reload", options, CommitOptions)
     deadline_seconds = options.get("deadline_seconds", _DEADLINE_SECONDS)
     given: CommitOptions = {**options, "deadline_seconds": deadline_seconds}
     timeout_seconds = deadline_seconds + GRACE_SECONDS

@@ -24,7 +24,8 @@ from refit_trainer.fleet.turns import Turns
 from refit_trainer.inbox import Mailbox
 from refit_trainer.link import CurveKeys
 from refit_trainer.opening import Opening
-from refit_trainer.prompts import GenerateOptions, Prompt, generate_command
+from refit_trainer.options import Count, Patience, Seconds, check_names, check_options
+from refit_trainer.prompts import GenerateOptions, Prompt, generate_command, reading_of
 from refit_trainer.refits import CommitOptions, RefitOptions, split_options
 from refit_trainer.replies import AsyncReplies, Item
 from refit_trainer.steps import Steps, walk
@@ -53,12 +54,12 @@ class FleetOptions(TypedDict, total=False):
 
     on_failure: OnFailure
     require_same: RequireSame
-    patience_seconds: float
-    probe_seconds: float
+    patience_seconds: Patience
+    probe_seconds: Seconds
     curve: Mapping[str, CurveKeys]
     client: str
-    lease_seconds: float | None
-    bucket_bytes: int
+    lease_seconds: Seconds | None
+    bucket_bytes: Count
 
 
 class FleetGenerateOptions(GenerateOptions, total=False):
@@ -92,6 +93,7 @@ class AsyncFleet:
 
         Raises `NoMember` if none does within `timeout_seconds`, `FleetMismatch` where they differ: see `require_same`.
         """
+        check_options("connect", options, FleetOptions)
         return Opening(lambda: _open(endpoints, timeout_seconds, options))
 
     async def join(self, timeout_seconds: float) -> None:
@@ -237,6 +239,7 @@ class AsyncFleet:
     def catch_up_steps(
         self, weights: torch.nn.Module | Mapping[str, torch.Tensor], options: CommitOptions
     ) -> Steps[FleetReport]:
+        check_options("catch_up", options, CommitOptions)
         everything: RefitOptions = {"only": None, **options}
         _, rest, timeout_seconds = split_options(everything)
         turn = AsyncExitStack()
@@ -357,13 +360,15 @@ async def _open(endpoints: Sequence[str], timeout_seconds: float, options: Fleet
 def order_of(
     prompts: Iterable[Prompt], sampling: Sampling | None, options: FleetGenerateOptions, *, whole: bool
 ) -> Order:
-    """Raises TypeError or ValueError for what is no prompt, or groups that do not fit."""
+    """Raises TypeError or ValueError for what is no prompt, an option that cannot be, or groups that do not fit."""
+    check_names("generate", options, FleetGenerateOptions)
     if isinstance(prompts, str):
         raise TypeError("prompts is one text: pass a list of prompts")
     listed, groups = list(prompts), options.get("groups")
     if groups is not None and len(groups) != len(listed):
         raise ValueError(f"{len(groups)} groups for {len(listed)} prompts")
     rest = cast(GenerateOptions, {name: value for name, value in options.items() if name not in _OWN_OPTIONS})
+    reading_of(rest)
     generate_command(listed, sampling, rest)
     mixed = options.get("allow_mixed_versions", False)
     return Order(listed, sampling or Sampling(), rest, groups, whole, mixed)

@@ -1,0 +1,175 @@
+"""Options that cannot be: refused in the caller's words by every client, before the daemon is asked for anything."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from refit_protocol.messages import AttestMode, InflightPolicy, SleepStateChanged
+from refit_trainer import AsyncDaemon, Daemon, Fleet, share_parameters
+from refit_trainer.fleet.aio import order_of
+from refit_trainer.options import check_options
+from refit_trainer.refits import PrepareOptions, RefitOptions
+from tests.trainer.peer import STATUS, Asked, Peer
+
+Refused = tuple[type[Exception], str]
+
+CONNECTING: list[tuple[dict[str, Any], Refused]] = [
+    ({"lease_seconds": -1}, (ValueError, "lease_seconds is -1: it has to be a number above 0")),
+    ({"lease_seconds": 0}, (ValueError, "lease_seconds is 0")),
+    ({"lease_seconds": math.nan}, (ValueError, "lease_seconds is nan")),
+    ({"lease_seconds": "60"}, (TypeError, "lease_seconds is '60'")),
+    ({"patience_seconds": -0.1}, (ValueError, "patience_seconds is -0.1: it has to be a number from 0 on")),
+    ({"bucket_bytes": 0}, (ValueError, "bucket_bytes is 0: it has to be a whole number from 1 on")),
+    ({"patience": 5}, (TypeError, r"connect\(\) has no option 'patience'; it has .*patience_seconds")),
+]
+REFITTING: list[tuple[dict[str, Any], Refused]] = [
+    ({"policy": "wait"}, (ValueError, "policy is 'wait': it has to be 'abort', 'finish', 'keep', 'recompute' or None")),
+    ({"policy": 3}, (TypeError, "policy is 3")),
+    ({"attest": "yes"}, (ValueError, "attest is 'yes': it has to be 'full', 'off', 'sampled' or None")),
+    ({"check_finite": "no"}, (TypeError, "check_finite is 'no': it has to be True or False or None")),
+    ({"version": "4"}, (TypeError, "version is '4': it has to be a whole number from 0 on")),
+    ({"version": 4.0}, (TypeError, "version is 4.0")),
+    ({"version": -1}, (ValueError, "version is -1")),
+    ({"deadline_seconds": 0}, (ValueError, "deadline_seconds is 0: it has to be a number above 0")),
+    ({"deadline_seconds": math.inf}, (ValueError, "deadline_seconds is inf")),
+]
+PARTS: list[tuple[dict[str, Any], Refused]] = [
+    ({"only": "weight"}, (TypeError, "only is 'weight': it has to be a list of text")),
+    ({"only": ["weight", 1]}, (TypeError, "only is")),
+    ({"polcy": "keep"}, (TypeError, r"has no option 'polcy'; it has .*policy")),
+]
+GENERATING: list[tuple[dict[str, Any], Refused]] = [
+    ({"deadline_seconds": math.nan}, (ValueError, "deadline_seconds is nan")),
+    ({"min_version": "3"}, (TypeError, "min_version is '3'")),
+    ({"incomplete": "drop"}, (ValueError, "incomplete is 'drop': it has to be 'raise' or 'yield'")),
+    ({"wait_seconds": 3}, (TypeError, r"generate\(\) has no option 'wait_seconds'; it has deadline_seconds")),
+]
+SERVICE: list[tuple[Callable[[Any], Any], Refused]] = [
+    (lambda daemon: daemon.sleep(level=3), (ValueError, "level is 3: it has to be 1 or 2")),
+    (lambda daemon: daemon.sleep(policy="wait"), (ValueError, "policy is 'wait'")),
+    (lambda daemon: daemon.wake_up(["kv"]), (ValueError, "tags is .*'kv_cache' or 'weights'")),
+    (lambda daemon: daemon.wake_up("weights"), (TypeError, "tags is 'weights': it has to be a list of")),
+    (lambda daemon: daemon.digest(mode="x"), (ValueError, "mode is 'x': it has to be 'full' or 'sampled'")),
+    (lambda daemon: daemon.logger_metrics(clear="yes"), (TypeError, "clear is 'yes': it has to be True or False")),
+    (lambda daemon: daemon.load_adapter(3, "/tmp"), (TypeError, "name is 3: it has to be text")),
+]
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    return share_parameters(torch.nn.Linear(2, 2))
+
+
+def refused_by_both(peer: Peer, use: Callable[[Any], Any], refused: Refused) -> None:
+    """`use` is called with either client; nothing but greetings came to the daemon."""
+    expected, said = refused
+
+    async def begun(outcome: Any) -> None:
+        await (outcome if inspect.isawaitable(outcome) else anext(outcome))
+
+    async def use_async() -> None:
+        async with AsyncDaemon.connect(peer.endpoint) as daemon:
+            with pytest.raises(expected, match=said):
+                await begun(use(daemon))
+
+    with Daemon.connect(peer.endpoint) as daemon, pytest.raises(expected, match=said):
+        use(daemon)
+    asyncio.run(use_async())
+    assert peer.asked.empty()
+
+
+@pytest.mark.parametrize(("options", "refused"), CONNECTING)
+def test_a_connection_that_cannot_be(options: dict[str, Any], refused: Refused, peer: Peer) -> None:
+    for client in (Daemon, AsyncDaemon):
+        with pytest.raises(refused[0], match=refused[1]):
+            client.connect(peer.endpoint, **options)
+    assert not peer.hellos
+
+
+@pytest.mark.parametrize(("options", "refused"), CONNECTING[:4] + CONNECTING[-1:])
+def test_a_fleet_that_cannot_be(options: dict[str, Any], refused: Refused, peer: Peer) -> None:
+    with pytest.raises(refused[0], match=refused[1]):
+        Fleet.connect([peer.endpoint], **options)
+    with pytest.raises(ValueError, match="on_failure is 'skip': it has to be 'leave_out' or 'restore'"):
+        Fleet.connect([peer.endpoint], on_failure="skip")  # type: ignore[arg-type]
+    assert not peer.hellos
+
+
+@pytest.mark.parametrize(("options", "refused"), REFITTING + PARTS)
+@pytest.mark.parametrize("call", ["refit", "prepare_refit"])
+def test_a_refit_that_cannot_be(
+    call: str, options: dict[str, Any], refused: Refused, peer: Peer, model: torch.nn.Module
+) -> None:
+    refused_by_both(peer, lambda daemon: getattr(daemon, call)(model, **options), refused)
+
+
+@pytest.mark.parametrize(("options", "refused"), [*REFITTING, PARTS[-1], ({"only": ["w"]}, (TypeError, "no option"))])
+def test_a_checkpoint_that_cannot_be_asked_for(options: dict[str, Any], refused: Refused, peer: Peer) -> None:
+    refused_by_both(peer, lambda daemon: daemon.reload("/a", **options), refused)
+
+
+@pytest.mark.parametrize(("options", "refused"), GENERATING)
+@pytest.mark.parametrize("call", ["generate", "stream"])
+def test_a_generation_that_cannot_be(call: str, options: dict[str, Any], refused: Refused, peer: Peer) -> None:
+    refused_by_both(peer, lambda daemon: getattr(daemon, call)([[1, 2]], **options), refused)
+
+
+@pytest.mark.parametrize(("use", "refused"), SERVICE)
+def test_what_an_engine_cannot_do(use: Callable[[Any], Any], refused: Refused, peer: Peer) -> None:
+    refused_by_both(peer, use, refused)
+
+
+def test_what_a_fleet_cannot_do(peer: Peer, model: torch.nn.Module) -> None:
+    """Not one of its daemons is asked for more than how it is, as when it is connected to."""
+    asked = []
+
+    def answer(coming: Asked) -> None:
+        asked.append(coming.body)
+        coming.reply(STATUS)
+
+    peer.answer = answer
+    with Fleet.connect([peer.endpoint]) as fleet:
+        greeted = len(asked)
+        with pytest.raises(ValueError, match="policy is 'wait'"):
+            fleet.refit(model, policy="wait")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"catch_up\(\) has no option 'only'"):
+            fleet.catch_up(model, only=["weight"])  # type: ignore[call-arg]
+        with pytest.raises(ValueError, match="deadline_seconds is nan"):
+            fleet.generate([[1]], deadline_seconds=math.nan)
+        with pytest.raises(TypeError, match=r"has no option 'group'; it has allow_mixed_versions.*groups"):
+            fleet.stream([[1]], group=[1])  # type: ignore[call-arg]
+        assert len(asked) == greeted
+
+
+def test_a_fleets_own_options_are_none_of_a_daemons() -> None:
+    """They are taken as any sequence and any object; a daemon is not told of them."""
+    assert order_of([[1], [2]], None, {"groups": range(2), "allow_mixed_versions": True}, whole=True).mixed
+
+
+def test_what_the_protocol_allows_may_be_said(peer: Peer) -> None:
+    """Every value of its types, whatever they will be."""
+    for policy in (*get_args(InflightPolicy), None):
+        for attest in (*get_args(AttestMode), None):
+            check_options("refit", {"policy": policy, "attest": attest, "only": ("a", "b")}, RefitOptions)
+    check_options("prepare_refit", {"hold_seconds": 1, "version": None, "deadline_seconds": 0.5}, PrepareOptions)
+    peer.answer = lambda asked: asked.reply(SleepStateChanged(level=2, asleep_tags=["weights"], servable=False))
+    with Daemon.connect(peer.endpoint, lease_seconds=1e6, patience_seconds=0) as daemon:
+        assert daemon.sleep(2, "abort").level == 2
+
+
+def test_the_time_for_a_generation_may_be_over() -> None:
+    """A caller counts down what is left of its own; the daemon says that nothing is."""
+    order_of([[1]], None, {"deadline_seconds": -0.5}, whole=True)
+
+
+def test_long_values_are_cut_short() -> None:
+    with pytest.raises(TypeError) as refused:
+        check_options("refit", {"only": "x" * 1_000_000}, RefitOptions)
+    assert len(str(refused.value)) < 200
