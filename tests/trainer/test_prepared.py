@@ -41,6 +41,7 @@ from refit_trainer import (
     ClientClosed,
     Daemon,
     DaemonUnreachable,
+    NotShareable,
     RefitdError,
     one_refit,
     share_parameters,
@@ -406,6 +407,19 @@ def test_a_block_that_forgets_its_refit_is_warned_of(client: Daemon, daemon: Ans
             raise ZeroDivisionError
         with client.prepare_refit(model) as prepared:
             prepared.abort()
+
+
+@pytest.mark.parametrize("weights", [{"weight": torch.ones(2)}, iter([("weight", torch.ones(2))])])
+def test_weights_that_are_no_module_cannot_be_prepared(peer: Peer, client: Daemon, weights: Any) -> None:
+    """With what to do instead; nothing was asked of the daemon."""
+    with pytest.raises(NotShareable, match=r"only a module that was shared.*use refit\(\)"):
+        client.prepare_refit(weights)
+    assert peer.asked.empty()
+
+
+def test_what_are_no_weights_cannot_be_prepared(client: Daemon) -> None:
+    with pytest.raises(TypeError, match=r"a refit takes a module.*no int"):
+        client.prepare_refit(3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("hold_seconds", [0.0, -1.0, math.nan])

@@ -49,7 +49,7 @@ from refit_protocol.states import EngineState
 from refit_trainer.broadcast_refits import join_group, refit_by_broadcast
 from refit_trainer.connection import Connection, ConnectionOptions
 from refit_trainer.daemon_refit import AWAKE_SECONDS, DaemonRefit, refit_in_place
-from refit_trainer.errors import NotShareable, RefitdError, RequestTimedOut
+from refit_trainer.errors import RefitdError, RequestTimedOut
 from refit_trainer.inbox import Mailbox
 from refit_trainer.link import CurveKeys
 from refit_trainer.opening import Opening
@@ -394,17 +394,13 @@ class AsyncDaemon:
     def prepare_steps(self, module: torch.nn.Module, options: PrepareOptions) -> Steps[Preparation]:
         """`prepare_refit`, for a caller on another thread than the event loop's."""
         from refit_trainer.prepared import prepare_steps
-        from refit_trainer.sharing import shared_module
+        from refit_trainer.sharing import shared_by_one
 
         check_options("prepare_refit", options, PrepareOptions)
         terms: PrepareOptions = {**options}
         hold_seconds = terms.pop("hold_seconds", None)
         only, rest, timeout_seconds = split_options(terms)
-        shared = shared_module(module)
-        if shared is None or shared.sharded:
-            raise NotShareable(
-                "only a module that was shared by one process can be prepared (share_parameters): use refit()"
-            )
+        shared = shared_by_one(module)
         target = self.one_refit(timeout_seconds)
         again = partial(self.refit_steps, module, None, terms)
         return (yield from prepare_steps(target, shared, only, rest, hold_seconds, again))

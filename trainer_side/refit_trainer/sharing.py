@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import is_
 from typing import Any, TypeVar
 from weakref import ref
@@ -12,7 +12,7 @@ import torch
 from refit_protocol.tensors import SourceTensor, row_major_strides
 from refit_trainer.backends import ExportedMemory, backend_for
 from refit_trainer.errors import NotShareable
-from refit_trainer.layouts import dtype_of
+from refit_trainer.layouts import TAKES, dtype_of
 from refit_trainer.names import bare_module, checkpoint_tensors, own_tensors
 from refit_trainer.shards import gathered_from, is_sharded, local_part, shard_of
 
@@ -120,6 +120,19 @@ def shared_module(module: torch.nn.Module) -> SharedModule | None:
     shared = shared_before(module)
     if shared is not None:
         shared.require_in_place()
+    return shared
+
+
+def shared_by_one(weights: object) -> SharedModule:
+    """The export of a module that lies in this process alone. Raises `NotShareable` for other weights, TypeError for
+    what are none."""
+    if not isinstance(weights, torch.nn.Module | Iterable):
+        raise TypeError(f"{TAKES}, no {type(weights).__name__}")
+    shared = shared_module(weights) if isinstance(weights, torch.nn.Module) else None
+    if shared is None or shared.sharded:
+        raise NotShareable(
+            "only a module that was shared by one process can be prepared (share_parameters): use refit()"
+        )
     return shared
 
 
