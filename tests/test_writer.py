@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.messages import (
     AbortRefit,
     AcquireWriter,
     BeginRefit,
+    FinishRefit,
+    PrepareRefit,
     RefitAborted,
     RefitBegan,
+    RefitCommitted,
+    RefitPrepared,
     ReleaseWriter,
     WriterAcquired,
     WriterReleased,
@@ -97,5 +102,32 @@ def test_a_takeover_waits_for_the_end_of_what_is_ending(tmp_path: Path, monkeypa
             assert scripted.app.gate.state is EngineState.READY
             await scripted.open(last, acquired.epoch)
             await aborting
+
+    asyncio.run(run())
+
+
+def test_who_is_the_writer_no_more_is_told_who_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what became of its refit, and how to go on."""
+
+    async def run() -> None:
+        async with loaded_app(tmp_path, monkeypatch) as scripted:
+            session, epoch = await scripted.writer()
+            source = await scripted.open(session, epoch)
+            began = await scripted.ask(session, PrepareRefit(epoch=epoch, source=source), RefitPrepared)
+            other = scripted.session()
+            await scripted.ask(other, AcquireWriter(takeover=True), WriterAcquired)
+            finish = FinishRefit(epoch=epoch, refit=began.refit)
+            said = (
+                r"'test' \(pid 2\) is the writer now.*was aborted\. Refit again when.*acquire_writer\(takeover=True\)"
+            )
+            with pytest.raises(ProtocolError, match=said) as refused:
+                await scripted.ask(session, finish, RefitCommitted)
+            assert refused.value.code is ErrorCode.STALE_EPOCH
+            await scripted.ask(other, ReleaseWriter(), WriterReleased)
+            with pytest.raises(ProtocolError, match=r"role was given up.*acquire the role"):
+                await scripted.ask(session, finish, RefitCommitted)
+            epoch = (await scripted.ask(session, AcquireWriter(), WriterAcquired)).epoch
+            with pytest.raises(ProtocolError, match=rf"epoch 1 is not the present writer's \({epoch}\)"):
+                await scripted.ask(session, FinishRefit(epoch=1, refit=began.refit), RefitCommitted)
 
     asyncio.run(run())

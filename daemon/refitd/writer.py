@@ -28,14 +28,17 @@ class Writer:
 
     def check(self, session: Session, epoch: int) -> None:
         """Raises `stale_epoch` for any frame that is not of the present writer."""
-        if self.session is not session:
-            raise self._stale(epoch)
+        if self.session is not None and self.session is not session:
+            raise self._taken_over(self.session, epoch)
         self.check_epoch(epoch)
 
     def check_epoch(self, epoch: int) -> None:
         """For sessions that only lend memory to the present writer: raises `stale_epoch`."""
-        if self.session is None or epoch != self.epoch:
-            raise self._stale(epoch)
+        again = "acquire the role and open the source again"
+        if self.session is None:
+            raise self._stale(f"the writer's role was given up, and with it epoch {epoch}: {again}")
+        if epoch != self.epoch:
+            raise self._stale(f"epoch {epoch} is not the present writer's ({self.epoch}): {again}")
 
     def _acquisition(self, session: Session, *, takeover: bool) -> WriterEvent:
         if self.session is None:
@@ -46,20 +49,26 @@ class Writer:
             return WriterEvent.TAKEN_OVER
         raise ProtocolError(
             ErrorCode.WRITER_BUSY,
-            f"{self.session.client!r} (pid {self.session.pid}) is the writer until its session ends or it lets go of"
-            " the role (release_writer); acquire_writer(takeover=True) takes it over",
+            f"{_named(self.session)} is the writer until its session ends or it lets go of the role (release_writer);"
+            " acquire_writer(takeover=True) takes it over",
             writer=self.session.client,
         )
 
-    def _stale(self, epoch: int) -> ProtocolError:
-        if epoch == self.epoch:
-            reason = f"epoch {epoch} is over, or another session's"
-        else:
-            reason = f"epoch {epoch} is not the present writer's ({self.epoch})"
-        message = f"{reason}: acquire the role and open the source again"
+    def _taken_over(self, writer: Session, epoch: int) -> ProtocolError:
+        return self._stale(
+            f"{_named(writer)} is the writer now, in epoch {self.epoch} and not {epoch}: what this session had begun"
+            " was aborted. Refit again when it lets go of the role (release_writer), or take the role back"
+            " (acquire_writer(takeover=True))"
+        )
+
+    def _stale(self, message: str) -> ProtocolError:
         return ProtocolError(ErrorCode.STALE_EPOCH, message, epoch=self.epoch)
 
     def _step(self, event: WriterEvent) -> None:
         self.state = step(WRITER_TRANSITIONS, self.state, event)
         if event in NEW_EPOCH:
             self.epoch += 1
+
+
+def _named(session: Session) -> str:
+    return f"{session.client!r} (pid {session.pid})"
