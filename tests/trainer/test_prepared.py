@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import math
 import signal
@@ -48,6 +49,7 @@ from refit_trainer import (
     writer,
 )
 from refit_trainer.memory import Memfd
+from refit_trainer.prepared import PreparedRefit
 from refit_trainer.report import ComingReport
 from refit_trainer.sharing import shared_module
 from refit_trainer.steps import Steps
@@ -394,6 +396,48 @@ def test_leaving_the_block_withdraws_it_once(client: Daemon, daemon: Answering, 
     with client.prepare_refit(model) as prepared:
         prepared.abort()
     assert daemon.since_prepared() == [AbortRefit]
+
+
+@pytest.mark.usefixtures("daemon")
+def test_a_second_end_is_told_the_first(client: Daemon, model: torch.nn.Module) -> None:
+    """Somewhere else in the program; nobody has to guess which."""
+
+    def refitted(prepared: PreparedRefit) -> None:
+        prepared.refit()
+
+    def aborted(prepared: PreparedRefit) -> None:
+        prepared.abort()
+
+    def left(prepared: PreparedRefit) -> None:
+        with pytest.warns(RuntimeWarning), prepared:
+            pass
+
+    for end, how in ((refitted, r"by refit\(\)"), (aborted, r"by abort\(\)"), (left, "when its block was left")):
+        prepared = client.prepare_refit(model)
+        end(prepared)
+        with pytest.raises(RefitdError, match=f"has ended {how}: prepare another"):
+            prepared.refit()
+
+
+@pytest.mark.usefixtures("daemon")
+def test_a_second_end_of_an_asynchronous_one_is_told_the_first(peer: Peer, model: torch.nn.Module) -> None:
+    async def run() -> None:
+        async with AsyncDaemon.connect(peer.endpoint) as client:
+            async with await client.prepare_refit(model) as prepared:
+                await prepared.refit()
+                with pytest.raises(RefitdError, match=r"by refit\(\)"):
+                    await prepared.refit()
+            aborted = await client.prepare_refit(model)
+            await aborted.abort()
+            with pytest.raises(RefitdError, match=r"by abort\(\)"):
+                await aborted.refit()
+            with contextlib.suppress(ZeroDivisionError):
+                async with await client.prepare_refit(model) as left:
+                    raise ZeroDivisionError
+            with pytest.raises(RefitdError, match="when its block was left"):
+                await left.refit()
+
+    asyncio.run(run())
 
 
 def test_a_block_that_forgets_its_refit_is_warned_of(client: Daemon, daemon: Answering, model: torch.nn.Module) -> None:

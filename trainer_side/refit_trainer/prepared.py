@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from refit_trainer.staging import Weights
 
 
+# How one ends.
+REFITTED, ABORTED, LEFT = "by refit()", "by abort()", "when its block was left"
+
+
 @dataclass(frozen=True)
 class Terms:
     """What was prepared, and as the caller said it."""
@@ -58,7 +62,7 @@ class Preparation:
         self._shared = shared
         # That of the source as it is now: a daemon that starts again counts its sources anew.
         self._bell = bell
-        self._ended = False
+        self._ended: str | None = None
         self._rung: Bell | None = None
         self._publishing: asyncio.Task[object] | None = None
         self.prepared = prepared
@@ -116,21 +120,21 @@ class Preparation:
             message = "a prepared refit was left without refit(): nothing has changed; call abort() where that is meant"
             warnings.warn(message, RuntimeWarning, stacklevel=3)
 
-    async def withdraw(self) -> None:
+    async def withdraw(self, how: str) -> None:
         """Nothing where it has ended."""
         if not self._ended:
-            self.end()
+            self.end(how)
             await self._refit.withdraw()
 
     async def give_up(self, error: BaseException) -> None:
         """Instead of `publish`."""
         await self._refit.end(error)
 
-    def end(self) -> None:
+    def end(self, how: str) -> None:
         """Once: before `ring`, or a withdrawal."""
         if self._ended:
-            raise RefitdError("this refit has ended: prepare another one")
-        self._ended = True
+            raise RefitdError(f"this refit has ended {self._ended}: prepare another one")
+        self._ended = how
 
 
 def prepare_steps(
@@ -183,7 +187,7 @@ class PreparedRefit:
         comes behind them. Where the daemon has not waited so long it is an ordinary refit.
         """
         self._unfinished.discard(self)
-        self._preparation.end()
+        self._preparation.end(REFITTED)
         try:
             self._preparation.ring()
         except BaseException as error:
@@ -219,8 +223,11 @@ class PreparedRefit:
 
     def abort(self) -> None:
         """Opens the gate again, nothing has changed; does nothing after `refit()`."""
+        self._withdraw(ABORTED)
+
+    def _withdraw(self, how: str) -> None:
         self._unfinished.discard(self)
-        self._thread.call(self._preparation.withdraw())
+        self._thread.call(self._preparation.withdraw(how))
 
     def __enter__(self) -> Self:
         return self
@@ -228,7 +235,7 @@ class PreparedRefit:
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         if error_type is None:
             self._preparation.warn_if_forgotten()
-        self.abort()
+        self._withdraw(LEFT)
         # What `refit` has raised the caller knows.
         if self._refitted and error_type is None:
             known_of(self.report())
@@ -252,7 +259,7 @@ class AsyncPreparedRefit:
     async def refit(self) -> None:
         """See `PreparedRefit.refit`; this one comes back when the version is published."""
         self._unfinished.discard(self)
-        self._preparation.end()
+        self._preparation.end(REFITTED)
         try:
             self._preparation.ring()
         except BaseException as error:
@@ -273,8 +280,11 @@ class AsyncPreparedRefit:
 
     async def abort(self) -> None:
         """Opens the gate again, nothing has changed; does nothing after `refit()`."""
+        await self._withdraw(ABORTED)
+
+    async def _withdraw(self, how: str) -> None:
         self._unfinished.discard(self)
-        await self._preparation.withdraw()
+        await self._preparation.withdraw(how)
 
     async def __aenter__(self) -> Self:
         return self
@@ -282,7 +292,7 @@ class AsyncPreparedRefit:
     async def __aexit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         if error_type is None:
             self._preparation.warn_if_forgotten()
-        await self.abort()
+        await self._withdraw(LEFT)
 
 
 def _known(report: RefitReport) -> Future[RefitReport]:
