@@ -133,6 +133,36 @@ def test_the_end_of_the_wait_and_a_finish_that_comes_with_it(run: Callable[..., 
     run(work)
 
 
+def test_an_abort_that_is_meant_is_no_failure(run: Callable[..., None]) -> None:
+    """Neither in the status nor in the figures; what ends by itself is one."""
+
+    async def work(trainer: Trainer) -> None:
+        failed: list[ProtocolError] = []
+        trainer.scripted.app.commit.on_failed = failed.append
+        assert (await trainer.abort((await trainer.prepare()).refit)).state is EngineState.READY
+        assert trainer.gate.last_error is None
+        assert not failed
+        ready = ready_again(trainer.gate)
+        await trainer.prepare(hold_seconds=SOON)
+        await ready.wait()
+        assert trainer.gate.last_error is not None
+        assert failed
+
+    run(work)
+
+
+def test_an_abort_after_the_first_write_is_a_failure(run: Callable[..., None]) -> None:
+    """The weights are torn by it, and the status says why."""
+
+    async def work(trainer: Trainer) -> None:
+        trainer.llm.failures["refitd_abort"] = {"ok": True, "wrote": True}
+        assert (await trainer.abort((await trainer.prepare()).refit)).state is EngineState.TORN
+        assert trainer.gate.last_error is not None
+        assert "the trainer aborted" in trainer.gate.last_error.message
+
+    run(work)
+
+
 def test_an_abort_that_comes_during_the_copy_comes_too_late(run: Callable[..., None]) -> None:
     async def work(trainer: Trainer) -> None:
         refit = (await trainer.prepare()).refit

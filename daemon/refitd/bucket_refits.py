@@ -292,6 +292,6 @@ class BucketRefits:
     async def abort(self, call: Call) -> AsyncIterator[Answer]:
         assert isinstance(call.body, AbortRefit)
         refit = self._window.under_way(call.owner, call.body.epoch, call.body.refit)
-        if not await self._running.to_its_end(self._window.abort(refit, "the trainer aborted")):
+        if not await self._running.to_its_end(self._window.abort(refit, "the trainer aborted", meant=True)):
             raise unknown_refit(refit.id)
         yield Answer(RefitAborted(refit=refit.id, state=self._gate.state, version=self._gate.version))

@@ -117,6 +117,10 @@ class _Kept:
             raise ProtocolError(ErrorCode.ATTEST_FAILED, message)
 
 
+class _GivenUpError(WorkerError):
+    """By its trainer, which may: no failure where nothing was written."""
+
+
 class Commit:
     """The only code that moves the engine between two versions."""
 
@@ -337,8 +341,10 @@ class Commit:
         """Level 2 sleep: nothing is served until a full refit."""
         self.digest = None
 
-    def failure(self, message: str, *, wrote: bool) -> WorkerError:
-        return WorkerError(ErrorCode.REFIT_FAILED, message, wrote=wrote)
+    def failure(self, message: str, *, wrote: bool, meant: bool = False) -> WorkerError:
+        """`meant`: by its trainer."""
+        kind = _GivenUpError if meant else WorkerError
+        return kind(ErrorCode.REFIT_FAILED, message, wrote=wrote)
 
     async def restore(self) -> None:
         """Torn weights are replaced by the last committed ones; raises `nothing_to_restore`."""
@@ -403,6 +409,9 @@ class Commit:
         if self._gate.state is EngineState.DEAD:
             return
         self._gate.refit_ended(EngineEvent.REFIT_TORN if was_torn else EngineEvent.REFIT_REFUSED)
+        if isinstance(error, _GivenUpError):
+            log.info("refit aborted", state=self._gate.state.value, reason=error.message)
+            return
         self._note(error)
         log.info("refit refused", state=self._gate.state.value, reason=str(error))
 

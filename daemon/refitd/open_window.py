@@ -93,22 +93,22 @@ class OpenWindow:
         if self.refit is not refit:
             raise unknown_refit(refit.id)
 
-    async def abort(self, refit: OpenRefit, why: str) -> bool:
-        """Whether there was anything to abort: it may have waited behind the end."""
+    async def abort(self, refit: OpenRefit, why: str, *, meant: bool = False) -> bool:
+        """Whether there was anything to abort: it may have waited behind the end. `meant`: by its trainer."""
         async with refit.order:
             if self.refit is not refit:
                 return False
-            await self.end(refit, await self._aborted(refit, why))
+            await self.end(refit, await self._aborted(refit, why, meant=meant))
             return True
 
-    async def _aborted(self, refit: OpenRefit, why: str) -> ProtocolError:
+    async def _aborted(self, refit: OpenRefit, why: str, *, meant: bool) -> ProtocolError:
         """What the window is to be left with."""
         # To the workers a held refit is finished.
         wrote = refit.held is not None
         try:
             # On a task of its own, as each bucket is: it must not overtake one.
             wrote = await self._running.run(ended_with_writes(self._engine, self._config)) or wrote
-            return self._commit.failure(f"refit {refit.id} was aborted: {why}", wrote=wrote)
+            return self._commit.failure(f"refit {refit.id} was aborted: {why}", wrote=wrote, meant=meant)
         except WorkerError as refused:
             refused.wrote = refused.wrote or wrote
             return refused
