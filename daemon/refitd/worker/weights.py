@@ -213,13 +213,16 @@ def _castable(given: DType, expected: DType) -> bool:
 
 
 def _mismatch(problems: Mapping[str, list[Any]]) -> ProtocolError:
-    said = [f"{len(items)} {what} ({_first_names(items)})" for what, items in problems.items() if items]
+    said = [f"{len(items)} {what} ({_first_of(items)})" for what, items in problems.items() if items]
     details = {what: items[:MAX_NAMES_IN_DETAILS] for what, items in problems.items()}
     advice = prefix_advice(added_prefix(problems["unexpected"], problems["missing"]))
     message = f"the tensors do not fit the engine's model: {', '.join(said)}{advice}"
     return ProtocolError(ErrorCode.MANIFEST_MISMATCH, message, **details)
 
 
-def _first_names(items: list[Any]) -> str:
-    names = [item["name"] if isinstance(item, dict) else item for item in items]
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+def _first_of(items: list[Any]) -> str:
+    said = [
+        f"{item['name']} is {item['given']} instead of {item['expected']}" if isinstance(item, dict) else item
+        for item in items[:3]
+    ]
+    return ", ".join(said) + (", ..." if len(items) > 3 else "")
