@@ -392,6 +392,31 @@ def test_closing_waits_for_no_refit(client: Daemon, daemon: Answering, model: to
     assert isinstance(outcome[0], ClientClosed)
 
 
+@pytest.mark.usefixtures("daemon")
+def test_a_client_may_be_closed_in_the_block(client: Daemon, model: torch.nn.Module) -> None:
+    """Behind the refit: its version is published."""
+    with client.prepare_refit(model) as prepared:
+        prepared.refit()
+        client.close()
+    assert prepared.report() == REPORT
+
+
+def test_closing_in_the_block_waits_for_what_the_workers_have(
+    client: Daemon, daemon: Answering, rung: ListedBell, model: torch.nn.Module
+) -> None:
+    """Its answer is due in a moment, and leaving the block tells what that was."""
+    rung.has_arrived = True
+    daemon.silent.add(FinishRefit)
+    with client.prepare_refit(model) as prepared:
+        prepared.refit()
+        daemon.came.acquire()
+        closing, _ = in_background(client.close)
+        until(lambda: stands_waiting(closing), "the end to wait for the answer")
+        daemon.unanswered[0].reply(RefitCommitted(report=REPORT))
+        closing.join()
+    assert prepared.report() == REPORT
+
+
 def test_leaving_the_block_withdraws_it_once(client: Daemon, daemon: Answering, model: torch.nn.Module) -> None:
     with client.prepare_refit(model) as prepared:
         prepared.abort()

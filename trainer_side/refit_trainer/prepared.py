@@ -120,6 +120,11 @@ class Preparation:
             message = "a prepared refit was left without refit(): nothing has changed; call abort() where that is meant"
             warnings.warn(message, RuntimeWarning, stacklevel=3)
 
+    @property
+    def has_ended(self) -> bool:
+        """By `refit`, however that came out, or without."""
+        return self._ended is not None
+
     async def withdraw(self, how: str) -> None:
         """Nothing where it has ended."""
         if not self._ended:
@@ -227,7 +232,9 @@ class PreparedRefit:
 
     def _withdraw(self, how: str) -> None:
         self._unfinished.discard(self)
-        self._thread.call(self._preparation.withdraw(how))
+        # Behind its end the client may have been closed.
+        if not self._preparation.has_ended:
+            self._thread.call(self._preparation.withdraw(how))
 
     def __enter__(self) -> Self:
         return self
