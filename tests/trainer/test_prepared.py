@@ -43,13 +43,13 @@ from refit_trainer import (
     Daemon,
     DaemonUnreachable,
     NotShareable,
+    PreparedRefit,
     RefitdError,
     one_refit,
     share_parameters,
     writer,
 )
 from refit_trainer.memory import Memfd
-from refit_trainer.prepared import PreparedRefit
 from refit_trainer.report import ComingReport
 from refit_trainer.sharing import shared_module
 from refit_trainer.steps import Steps

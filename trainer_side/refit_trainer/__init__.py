@@ -38,6 +38,7 @@ from refit_trainer.fleet.client import Fleet
 from refit_trainer.fleet.members import FleetStatus, MemberState, MemberStatus
 from refit_trainer.fleet.refits import FleetReport
 from refit_trainer.link import CurveKeys
+from refit_trainer.prepared import AsyncPreparedRefit, PreparedRefit
 from refit_trainer.report import RefitReport
 from refit_trainer.stream import Alternatives, Delta, Sample
 
@@ -49,6 +50,7 @@ __all__ = [
     "Alternatives",
     "AsyncDaemon",
     "AsyncFleet",
+    "AsyncPreparedRefit",
     "BroadcastGroup",
     "ClientClosed",
     "CurveKeys",
@@ -73,6 +75,7 @@ __all__ = [
     "NotShareable",
     "OtherModel",
     "OutputIncomplete",
+    "PreparedRefit",
     "RefitReport",
     "RefitdError",
     "RequestTimedOut",
