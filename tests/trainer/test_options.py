@@ -6,15 +6,17 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 
-from refit_protocol.messages import AttestMode, InflightPolicy, SleepStateChanged
-from refit_trainer import AsyncDaemon, Daemon, Fleet, share_parameters
-from refit_trainer.fleet.aio import order_of
+from refit_protocol.messages import AttestMode, InflightPolicy, Sleep, SleepStateChanged, StructuredOutputs, WakeUp
+from refit_trainer import AsyncDaemon, Daemon, Fleet, Sampling, share_parameters
+from refit_trainer.aio import ConnectOptions
+from refit_trainer.fleet.aio import FleetOptions, order_of
 from refit_trainer.options import check_options
+from refit_trainer.prompts import GenerateOptions, generate_command
 from refit_trainer.refits import PrepareOptions, RefitOptions
 from tests.trainer.peer import STATUS, Asked, Peer
 
@@ -50,6 +52,13 @@ GENERATING: list[tuple[dict[str, Any], Refused]] = [
     ({"min_version": "3"}, (TypeError, "min_version is '3'")),
     ({"incomplete": "drop"}, (ValueError, "incomplete is 'drop': it has to be 'raise' or 'yield'")),
     ({"wait_seconds": 3}, (TypeError, r"generate\(\) has no option 'wait_seconds'; it has deadline_seconds")),
+]
+SAMPLING: list[tuple[dict[str, Any], Refused]] = [
+    ({"stop": "x"}, (TypeError, "stop is 'x': it has to be a list of text")),
+    ({"max_tokens": "512"}, (TypeError, "max_tokens is '512': it has to be a whole number or None")),
+    ({"temperature": math.nan}, (ValueError, "temperature is nan: it has to be a number")),
+    ({"logit_bias": {3: 1.0}}, (TypeError, r"logit_bias is .*: it has to be a list of \(a whole number, a number\)")),
+    ({"structured": "json"}, (TypeError, "structured is 'json': it has to be StructuredOutputs or None")),
 ]
 SERVICE: list[tuple[Callable[[Any], Any], Refused]] = [
     (lambda daemon: daemon.sleep(level=3), (ValueError, "level is 3: it has to be 1 or 2")),
@@ -121,6 +130,11 @@ def test_a_generation_that_cannot_be(call: str, options: dict[str, Any], refused
     refused_by_both(peer, lambda daemon: getattr(daemon, call)([[1, 2]], **options), refused)
 
 
+@pytest.mark.parametrize(("fields", "refused"), SAMPLING)
+def test_a_sampling_that_cannot_be(fields: dict[str, Any], refused: Refused, peer: Peer) -> None:
+    refused_by_both(peer, lambda daemon: daemon.generate([[1, 2]], Sampling(**fields)), refused)
+
+
 @pytest.mark.parametrize(("use", "refused"), SERVICE)
 def test_what_an_engine_cannot_do(use: Callable[[Any], Any], refused: Refused, peer: Peer) -> None:
     refused_by_both(peer, use, refused)
@@ -164,9 +178,28 @@ def test_what_the_protocol_allows_may_be_said(peer: Peer) -> None:
         assert daemon.sleep(2, "abort").level == 2
 
 
+def test_any_sampling_that_the_protocol_has_may_be_asked_for() -> None:
+    sampling = Sampling(
+        stop=["x"], logit_bias=[(3, 1)], allowed_token_ids=[1], structured=StructuredOutputs(json={"type": "object"})
+    )
+    generate_command([[1]], sampling, {})
+    with pytest.raises(TypeError, match=r"sampling is a dict: it has to be Sampling\(...\)"):
+        generate_command([[1]], {"n": 4}, {})  # type: ignore[arg-type]
+
+
 def test_the_time_for_a_generation_may_be_over() -> None:
     """A caller counts down what is left of its own; the daemon says that nothing is."""
     order_of([[1]], None, {"deadline_seconds": -0.5}, whole=True)
+
+
+@pytest.mark.parametrize(
+    "kind", [ConnectOptions, FleetOptions, PrepareOptions, GenerateOptions, Sampling, Sleep, WakeUp]
+)
+def test_there_are_words_for_whatever_may_be_said(kind: type) -> None:
+    """Also of fields that are still to come."""
+    for name in get_type_hints(kind):
+        with pytest.raises((TypeError, ValueError), match=f"{name} is .*: it has to be "):
+            check_options("call", {name: object()}, kind)
 
 
 def test_long_values_are_cut_short() -> None:

@@ -5,8 +5,8 @@ What may be said is what the types say that the options, and the protocol's comm
 
 from __future__ import annotations
 
+import math
 import reprlib
-import sys
 from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, TypeAlias, TypeVar, get_type_hints
@@ -21,19 +21,20 @@ from msgspec.inspect import (
     ListType,
     LiteralType,
     NoneType,
+    StrType,
+    StructType,
+    TupleType,
     Type,
     UnionType,
     type_info,
 )
 
-from refit_protocol.messages import Request
+from refit_protocol.messages import Request, Sampling
 
-_Request = TypeVar("_Request", bound=Request)
+_Said = TypeVar("_Said", bound=Request | Sampling)
 
-# Also without infinity, which is no number on the wire.
-Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
-Patience: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
-Deadline: TypeAlias = Annotated[float, msgspec.Meta(le=sys.float_info.max)]
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
+Patience: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 Version: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -52,20 +53,36 @@ def check_names(call: str, options: Mapping[str, Any], kind: type) -> None:
         raise TypeError(f"{call}() has no option {unknown[0]!r}; it has {', '.join(sorted(_types(kind)))}")
 
 
-def checked(command: _Request) -> _Request:
-    """The same for the fields of a command that were a caller's arguments."""
-    fields: type = type(command)
-    for name, kind in _types(fields).items():
-        _check_value(name, getattr(command, name), kind)
-    return command
+def checked(said: _Said) -> _Said:
+    """The same for the fields of a command that were a caller's arguments, or of what a caller has made."""
+    fields: type = type(said)
+    values = msgspec.structs.asdict(said)
+    # All at once: one by one takes six times as long, and of generations there are many.
+    if _refusal(values, fields) is not None or not all(map(_is_number, values.values())):
+        for name, kind in _types(fields).items():
+            _check_value(name, values[name], kind)
+    return said
 
 
 def _check_value(name: str, value: Any, kind: Any) -> None:
+    if (refusal := _refusal(value, kind)) is not None:
+        raise refusal(f"{name} is {reprlib.repr(value)}: it has to be {_any_of(_words(type_info(kind)))}")
+
+
+def _refusal(value: Any, kind: Any) -> type[TypeError | ValueError] | None:
+    """None for what may be said."""
+    if not _is_number(value):
+        return ValueError
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        refusal = TypeError if ", got `" in str(error) else ValueError
-        raise refusal(f"{name} is {reprlib.repr(value)}: it has to be {_any_of(_words(type_info(kind)))}") from None
+        return TypeError if ", got `" in str(error) else ValueError
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    """On the wire; so is whatever is no float."""
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 @cache
@@ -84,11 +101,13 @@ def _words(kind: Type) -> list[str]:
             return [f"a list of {_any_of(_words(item))}"]
         case DictType(value_type=value):
             return [f"a dict of {_any_of(_words(value))}"]
-        case DataclassType(cls=cls):
+        case TupleType(item_types=items):
+            return [f"({', '.join(_any_of(_words(item)) for item in items)})"]
+        case DataclassType(cls=cls) | StructType(cls=cls):
             return [cls.__name__]
         case FloatType() | IntType():
             return [_number(kind)]
-    return [{BoolType: "True or False", NoneType: "None"}.get(type(kind), "text")]
+    return [{BoolType: "True or False", NoneType: "None", StrType: "text"}[type(kind)]]
 
 
 def _any_of(words: list[str]) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refit_protocol.messages import Generate, Sampling
-from refit_trainer.options import Deadline, check_options
+from refit_trainer.options import check_options, checked
 
 # One prompt: token ids as a list, an array or a one-dimensional tensor; or text.
 Prompt: TypeAlias = "Sequence[int] | npt.NDArray[np.integer[Any]] | str | Any"
@@ -30,7 +30,7 @@ class RequestOptions(TypedDict, total=False):
     routed_experts: bool
     min_version: int | None
     max_version_lag: int | None
-    deadline_seconds: Deadline | None
+    deadline_seconds: float | None
 
 
 class GenerateOptions(RequestOptions, total=False):
@@ -56,10 +56,12 @@ def reading_of(options: GenerateOptions) -> Reading:
 def generate_command(
     prompts: Iterable[Prompt], sampling: Sampling | None, options: GenerateOptions
 ) -> tuple[Generate, list[bytes]]:
-    """The request and its blobs; raises TypeError or ValueError for what is no prompt."""
+    """The request and its blobs; raises TypeError or ValueError for what is no prompt, or no sampling."""
+    if not isinstance(sampling, Sampling | None):
+        raise TypeError(f"sampling is a {type(sampling).__name__}: it has to be Sampling(...) or None")
     texts, prompt_lengths, blobs = _split(prompts)
     asked = cast(RequestOptions, {name: value for name, value in options.items() if name != "incomplete"})
-    command = Generate(prompt_lengths=prompt_lengths, texts=texts, sampling=sampling or Sampling(), **asked)
+    command = Generate(prompt_lengths=prompt_lengths, texts=texts, sampling=checked(sampling or Sampling()), **asked)
     return command, blobs
 
 
