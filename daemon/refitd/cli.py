@@ -107,7 +107,9 @@ def reload(
     endpoint: EndpointOption = None,
     keys: KeysOption = None,
     server_key: ServerKeyOption = None,
-    version: Annotated[int | None, typer.Option(help="Of the weights; without it, the served one plus one.")] = None,
+    version: Annotated[
+        int | None, typer.Option(min=0, help="Of the weights; without it, the served one plus one.")
+    ] = None,
     takeover: Annotated[bool, typer.Option("--takeover", help="Take the writer's role from a trainer.")] = False,
 ) -> None:
     """Makes the running engine serve a checkpoint's weights."""

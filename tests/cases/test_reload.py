@@ -200,3 +200,10 @@ def test_the_command_line_reloads(daemon: Daemon, daemon_process: DaemonProcess,
     refused = CliRunner().invoke(app, ["reload", str(checkpoint / "nowhere"), "--endpoint", daemon_process.endpoint])
     assert refused.exit_code == 1
     assert "invalid_checkpoint" in refused.output
+
+
+def test_a_version_that_cannot_be_is_a_mistake_on_the_command_line(tmp_path: Path) -> None:
+    """As any other: nobody is asked, and nothing is traced back."""
+    refused = CliRunner().invoke(app, ["reload", "--version", "-1", "--endpoint", f"ipc://{tmp_path}/s"])
+    assert refused.exit_code == 2
+    assert "--version" in refused.output
