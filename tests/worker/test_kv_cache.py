@@ -35,6 +35,11 @@ def test_large_numbers_are_finite(dtype: torch.dtype) -> None:
     assert is_finite([torch.full((64,), torch.finfo(dtype).max, dtype=dtype)])
 
 
+@pytest.mark.parametrize("cache", [torch.empty(0), torch.ones(8).to(torch.float8_e5m2)], ids=["empty", "8 bits"])
+def test_caches_without_extremes_are_looked_at_too(cache: torch.Tensor) -> None:
+    assert is_finite([cache])
+
+
 def test_numbers_that_stand_for_others_are_left_alone() -> None:
     """A quantised cache is bytes."""
     cache = torch.full((16,), 255, dtype=torch.uint8)

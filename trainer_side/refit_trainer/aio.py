@@ -54,6 +54,7 @@ from refit_trainer.inbox import Mailbox
 from refit_trainer.link import CurveKeys
 from refit_trainer.opening import Opening
 from refit_trainer.options import Count, Patience, Seconds, check_options, checked
+from refit_trainer.prepared import AsyncPreparedRefit, Preparation, Terms, prepare_steps
 from refit_trainer.prompts import GenerateOptions, Prompt, generate_command, reading_of
 from refit_trainer.refits import CommitOptions, PrepareOptions, RefitOptions, reload, restore, split_options
 from refit_trainer.replies import AsyncReplies, Item
@@ -67,7 +68,6 @@ if TYPE_CHECKING:
 
     from refit_protocol.tensors import TensorShape
     from refit_trainer.collective import AsyncCollective, Broadcaster, CollectiveOptions
-    from refit_trainer.prepared import AsyncPreparedRefit, Preparation
     from refit_trainer.ranks import RankedRefits
     from refit_trainer.staging import Staging, Weights
 
@@ -234,8 +234,6 @@ class AsyncDaemon:
         """All of a refit but its copy, before the weights are final: see `Daemon.prepare_refit`. To be awaited, its
         result entered by `async with`.
         """
-        from refit_trainer.prepared import AsyncPreparedRefit, Terms
-
         preparation = await walk(self.prepare_steps(module, options))
         return AsyncPreparedRefit(preparation, Terms(module, options), self._prepared)
 
@@ -393,7 +391,6 @@ class AsyncDaemon:
 
     def prepare_steps(self, module: torch.nn.Module, options: PrepareOptions) -> Steps[Preparation]:
         """`prepare_refit`, for a caller on another thread than the event loop's."""
-        from refit_trainer.prepared import prepare_steps
         from refit_trainer.sharing import shared_by_one
 
         check_options("prepare_refit", options, PrepareOptions)

@@ -25,6 +25,7 @@ from refit_protocol.messages import (
 )
 from refit_trainer.aio import SLOW_SECONDS, AsyncDaemon, ConnectOptions, same
 from refit_trainer.errors import ClientClosed, UsedAfterFork
+from refit_trainer.prepared import PreparedRefit, Terms
 from refit_trainer.prompts import GenerateOptions, Prompt, generate_command, reading_of
 from refit_trainer.refits import CommitOptions, PrepareOptions, RefitOptions
 from refit_trainer.replies import Item, Replies, ThreadMailbox
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
     from refit_protocol.tensors import TensorShape
     from refit_trainer.collective import Collective, CollectiveOptions
-    from refit_trainer.prepared import PreparedRefit
     from refit_trainer.staging import Weights
 
 _Result = TypeVar("_Result")
@@ -258,8 +258,6 @@ class Daemon:
         Options: those of `refit`, and `hold_seconds`: how long the engine waits, by default as the daemon is configured
         (10). After that it goes on with the old weights, and `prepared.refit()` is an ordinary refit.
         """
-        from refit_trainer.prepared import PreparedRefit, Terms
-
         preparation = walk_blocking(self._daemon.prepare_steps(module, options), self._thread)
         return PreparedRefit(preparation, self._thread, Terms(module, options), self._prepared)
 
