@@ -25,6 +25,7 @@ from refit_protocol.messages import (
 )
 from refit_trainer.aio import SLOW_SECONDS, AsyncDaemon, ConnectOptions, same
 from refit_trainer.errors import ClientClosed, UsedAfterFork
+from refit_trainer.interruptible import result_of
 from refit_trainer.prepared import PreparedRefit, Terms
 from refit_trainer.prompts import GenerateOptions, Prompt, generate_command, reading_of
 from refit_trainer.refits import CommitOptions, PrepareOptions, RefitOptions
@@ -88,7 +89,7 @@ class LoopThread:
                     return running
                 # Awake, and yet no hindrance to the loop's thread.
                 time.sleep(0)
-            return running.result()
+            return result_of(running)
         except concurrent.futures.CancelledError:
             raise ClientClosed("the client was closed meanwhile") from None
         except BaseException:

@@ -14,6 +14,7 @@ from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import RefitPrepared
 from refit_trainer.daemon_refit import AWAKE_SECONDS, DaemonRefit
 from refit_trainer.errors import NotShareable, RefitdError
+from refit_trainer.interruptible import result_of
 from refit_trainer.refits import CommitOptions, PrepareOptions, RefitOptions
 from refit_trainer.report import ComingReport, RefitReport, known_of
 from refit_trainer.steps import Steps, walk, walk_blocking
@@ -202,7 +203,7 @@ class PreparedRefit:
         try:
             self._preparation.watch(self._publishing)
             if not self._preparation.has_arrived:
-                self._publishing.result()
+                result_of(self._publishing)
         except BaseException as error:
             # What was interrupted goes on behind nobody's back.
             self._publishing.cancel()
@@ -214,7 +215,7 @@ class PreparedRefit:
 
     def report(self) -> RefitReport:
         """What the daemon says of the refit, once the version is published."""
-        return self._published.result()
+        return result_of(self._published)
 
     def coming_report(self) -> RefitReport:
         """The same at once: what is asked of it waits."""

@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 from refit_protocol.messages import GenerationFinished, GenerationStarted, ResolvedSampling
 from refit_trainer.errors import OutputIncomplete, RefitdError, RequestTimedOut
 from refit_trainer.inbox import Arrival, Mailbox
+from refit_trainer.interruptible import next_of
 from refit_trainer.prompts import Incomplete, Reading
 from refit_trainer.stream import Delta, Sample, is_cut_off
 
@@ -100,10 +101,7 @@ class ThreadMailbox:
 
     def get(self, timeout_seconds: float | None) -> Arrival:
         """Raises TimeoutError."""
-        try:
-            return self._arrived.get(timeout=timeout_seconds)
-        except queue.Empty:
-            raise TimeoutError from None
+        return next_of(self._arrived, timeout_seconds)
 
 
 class Collected(Generic[Item]):

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from refit_protocol.messages import InflightPolicy, RefitMilliseconds, RefitPath, UnplannedTensor
 from refit_trainer.errors import UsedAfterFork
+from refit_trainer.interruptible import result_of
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class ComingReport:
     def _known(self) -> RefitReport:
         if self._pid != os.getpid() and not self._coming.done():
             raise UsedAfterFork(f"this report is on its way to process {self._pid}: look at it before you fork")
-        return self._coming.result()
+        return result_of(self._coming)
 
     def __eq__(self, other: object) -> bool:
         return self._known() == (other._known() if isinstance(other, ComingReport) else other)
