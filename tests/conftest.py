@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from refit_protocol.messages import Status
 from refit_trainer import Daemon, Sampling
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 PROMPT = [5, 60, 7, 400, 9]
 # A shell that runs the tests in the background ignores SIGINT for them, and so for all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# How long an example takes, or is drawn for, says more of a busy machine than of what is tested.
+settings.register_profile("refitd", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("refitd")
 
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 

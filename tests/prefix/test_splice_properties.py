@@ -64,7 +64,7 @@ def mismatch(style: Style, model_prefix: Sequence[int], messages: Sequence[dict[
 
 
 @pytest.mark.parametrize("style", CLOSING_STYLES, ids=lambda style: style.name)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_each_prompt_keeps_the_last_and_adds_what_the_template_adds(style: Style, data: st.DataObject) -> None:
     """Starts with exactly the earlier prompt and generation, has each turn once, ends with what follows by hand."""
@@ -91,7 +91,7 @@ def test_each_prompt_keeps_the_last_and_adds_what_the_template_adds(style: Style
         assert [whole.count(f"mark{earlier}") for earlier in range(turn + 1)] == [1] * (turn + 1)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_a_template_without_terminators_is_always_refused(data: st.DataObject) -> None:
     """Nothing says where a turn ends, so nothing may be guessed."""

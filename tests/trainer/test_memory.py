@@ -216,7 +216,7 @@ def test_odd_sizes_scalars_and_empty_tensors_are_valid_descriptors() -> None:
     check_source_tensors(shared.tensors, shared.memory.segments)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(
         st.tuples(st.lists(st.integers(0, 5), max_size=3), st.sampled_from(["bfloat16", "float32", "int8"])), max_size=8

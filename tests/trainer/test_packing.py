@@ -79,7 +79,7 @@ def test_tensor_about_as_large_as_a_bucket(difference: int) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 3000)), min_size=1, max_size=30),
     st.integers(5 * CUT_BYTES, 30 * CUT_BYTES),
@@ -124,7 +124,7 @@ def test_number_of_pieces_is_limited() -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=6), st.integers(1, 20), st.randoms())
 def test_packing_is_exact(shapes: list[list[int]], steps: int, random: object) -> None:
     """Whatever the shapes, strides and bucket size."""
@@ -137,7 +137,7 @@ def test_packing_is_exact(shapes: list[list[int]], steps: int, random: object) -
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.data())
 def test_any_range_of_a_strided_tensor_is_copied(shape: list[int], data: st.DataObject) -> None:
     """The same elements as from a contiguous copy."""
@@ -250,7 +250,7 @@ def test_plan_packs_what_an_iterator_would(size_bytes: int, max_pieces: int) -> 
         assert packed_by(plan.pack([*present.values()]), buckets) == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=6), st.integers(1, 20), st.randoms())
 def test_any_plan_is_exact(shapes: list[list[int]], steps: int, random: object) -> None:
     """Whatever the shapes, strides and bucket size."""
