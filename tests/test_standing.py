@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import pytest
 
@@ -42,6 +42,23 @@ GAVE_WAY = {"ok": True, "wrote": False}
 QUIET_SECONDS = 0.002
 
 Start: TypeAlias = Callable[..., Any]
+
+
+class WatchedLock(asyncio.Lock):
+    """Counts who has come to it and found it taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting = asyncio.Semaphore(0)
+
+    async def acquire(self) -> Literal[True]:
+        if self.locked():
+            self._waiting.release()
+        return await super().acquire()
+
+    async def until_one_more_waits(self) -> None:
+        async with asyncio.timeout(30):
+            await self._waiting.acquire()
 
 
 @dataclass
@@ -94,6 +111,28 @@ class Trainer:
                     await looks.acquire()
         finally:
             self.standing._is_quiet = look  # type: ignore[method-assign]
+
+    async def has_waited(self) -> None:
+        """Somebody, for the commit that was rung for, and has found its time over: now it waits for one that has
+        come."""
+        wait, waits = self.standing._until_down, asyncio.Semaphore(0)
+
+        async def counted() -> None:
+            waits.release()
+            await wait()
+
+        self.standing._until_down = counted  # type: ignore[method-assign]
+        try:
+            async with asyncio.timeout(30):
+                for _ in range(2):
+                    await waits.acquire()
+        finally:
+            self.standing._until_down = wait  # type: ignore[method-assign]
+
+    def watched_order(self) -> WatchedLock:
+        """In the place of the one that a refit that begins has, and what is cleaned; nobody may hold that now."""
+        order = self.scripted.app.commit.cleaning.order = WatchedLock()
+        return order
 
     async def look(self) -> WeightsDigest:
         """As somebody else; it passes the gate like a request."""
@@ -307,14 +346,13 @@ def test_one_that_rises_just_before_a_refit_gives_way_before_that_has_the_gate(s
 
     async def run() -> None:
         async with start() as trainer:
-            order = trainer.scripted.app.commit.cleaning.order
+            order = trainer.watched_order()
             async with order:
                 await trainer.look()
-                await trainer.until(Standing.DOWN)
-                await asyncio.sleep(5 * QUIET_SECONDS)
+                await order.until_one_more_waits()
                 giving_way = trainer.scripted.llm.hold("refitd_give_way")
                 beginning = asyncio.create_task(begin_another(trainer))
-                await asyncio.sleep(5 * QUIET_SECONDS)
+                await order.until_one_more_waits()
             await giving_way.begun.wait()
             assert trainer.state is EngineState.READY
             giving_way.may_end.set()
@@ -503,13 +541,14 @@ def test_it_is_ended_to_the_end_though_nobody_waits_for_that_any_more(
     async def run() -> None:
         async with start() as trainer:
             trainer.rings()
-            async with trainer.scripted.app.commit.cleaning.order:
+            order = trainer.watched_order()
+            async with order:
                 ending = asyncio.create_task(end(trainer))
                 await trainer.until(Standing.RUNG)
                 ending.cancel()
                 await asyncio.wait([ending])
                 # Cleaning has the engine, and until it is done nobody is let pass to what is there.
-                await asyncio.sleep(0.02)
+                await order.until_one_more_waits()
                 assert not trainer.scripted.app.gate.is_open_to(None)
             await asyncio.wait(trainer.scripted.app.refit._running.tasks)
             assert trainer.state is EngineState.TORN
@@ -606,8 +645,7 @@ def test_a_commit_that_has_come_is_waited_for(start: Start, monkeypatch: pytest.
             trainer.rings()
             committing, settling = await in_its_window(trainer)
             coming = asyncio.create_task(trainer.look())
-            await trainer.until(Standing.RUNG)
-            await asyncio.sleep(5 * QUIET_SECONDS)
+            await trainer.has_waited()
             settling.may_end.set()
             for each in (committing, coming):
                 with pytest.raises(ProtocolError):
