@@ -29,7 +29,9 @@ from tests.cases.test_torn import wait_for
 from tests.cases.test_updates import tensors_of
 from tests.conftest import GREEDY, PROMPT
 from tests.daemon_process import DaemonProcess
+from tests.ports import reserved_port
 from tests.trainers import killing_itself_after, specs_of
+from tests.waiting import until
 
 CPU = torch.device("cpu")
 SECONDS = 1.0
@@ -55,11 +57,6 @@ def refusal(process: DaemonProcess, port: int, world_size: int = 2, first_rank: 
     return refused.value
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 @contextmanager
 def hosting(world_size: int, seconds: float = SECONDS) -> Iterator[int]:
     """A trainer that waits for its group; its own outcome, an error, comes in bounded time too."""
@@ -76,8 +73,8 @@ def hosting(world_size: int, seconds: float = SECONDS) -> Iterator[int]:
 
 
 def test_a_port_where_nobody_listens(daemon: Daemon, daemon_process: DaemonProcess) -> None:
-    with unharmed(daemon):
-        error = refusal(daemon_process, free_port())
+    with unharmed(daemon), reserved_port() as port:
+        error = refusal(daemon_process, port)
     assert error.code is ErrorCode.COLLECTIVE_FAILED
     assert "cannot be reached" in error.message
 
@@ -193,16 +190,19 @@ def test_init_kill_init(daemon: Daemon, daemon_process: DaemonProcess) -> None:
     assert daemon.verify(tensors_of(1), full=True)
 
 
-def test_a_trainer_that_is_stopped_ends_in_bounded_time(daemon: Daemon) -> None:
+def test_a_trainer_that_is_stopped_ends_in_bounded_time(daemon: Daemon, daemon_process: DaemonProcess) -> None:
     """It joined and then says nothing: the refit fails after the group's patience; the engine lives on."""
-    with daemon.collective(bucket_bytes=SMALL_PIECES, timeout_seconds=2.0) as group:
+    with (
+        daemon_process.connect() as watching,
+        daemon.collective(bucket_bytes=SMALL_PIECES, timeout_seconds=4.0) as group,
+    ):
         group.refit(tensors_of(0))
 
         def stalling() -> Iterator[tuple[str, torch.Tensor]]:
             for index, named in enumerate(tensors_of(1).items()):
                 if index == IN_THE_MIDDLE:
-                    # Longer than the workers wait, while nothing is sent.
-                    threading.Event().wait(4.0)
+                    # As long as the workers wait, while nothing is sent.
+                    until(lambda: watching.status().state is not EngineState.REFITTING, "the workers to give up")
                 yield named
 
         before = daemon.status()

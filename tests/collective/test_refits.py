@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -31,6 +30,7 @@ from tests.cases.test_updates import tensors_of
 from tests.conftest import GREEDY, PROMPT, load_seed
 from tests.daemon_process import DaemonProcess
 from tests.markov import follows, make_markov
+from tests.ports import reserved_port
 from tests.trainers import specs_of
 from tests.worker.models import random_model
 
@@ -183,9 +183,7 @@ def check_successors(received: list[Delta], successors: dict[int, npt.NDArray[np
 
 def test_other_ranks_of_the_trainer_attend(daemon: Daemon, in_place: str) -> None:
     """A trainer of two processes: rank 0 sends, rank 1 only takes part."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with ThreadPoolExecutor(1) as pool:
+    with reserved_port() as port, ThreadPoolExecutor(1) as pool:
         joining = pool.submit(BroadcastGroup.join, "127.0.0.1", port, 1, 3)
         with daemon.collective(port=port, trainer_ranks=2, bucket_bytes=64 << 10) as group, joining.result() as other:
             attending = pool.submit(other.attend, specs_of())

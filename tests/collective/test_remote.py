@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from tests.cases.test_torn import wait_for
 from tests.cases.test_updates import tensors_of
 from tests.conftest import GREEDY, PROMPT
 from tests.daemon_process import DaemonProcess, ended, start_daemon
+from tests.ports import reserved_port
 from tests.trainers import specs_of
 
 SMALL_PIECES = 16 << 10
@@ -35,13 +35,12 @@ def remote(model_path: Path, short_directory: Path) -> Iterator[DaemonProcess]:
     own_public, own_secret = write_keys(directory / "clients", "trainer")
     keys = CurveKeys(zmq.auth.load_certificate(public)[0], *zmq.auth.load_certificate(own_secret))
     own_secret.unlink()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     settings = (f"server.curve_secret_key={secret}", f"server.curve_clients={own_public.parent}")
-    daemon = start_daemon(model_path, directory, *settings, endpoint=f"tcp://127.0.0.1:{port}", curve=keys)
-    with ended(daemon):
-        daemon.wait_ready()
-        yield daemon
+    with reserved_port() as port:
+        daemon = start_daemon(model_path, directory, *settings, endpoint=f"tcp://127.0.0.1:{port}", curve=keys)
+        with ended(daemon):
+            daemon.wait_ready()
+            yield daemon
 
 
 @pytest.fixture

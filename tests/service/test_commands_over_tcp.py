@@ -20,6 +20,7 @@ from refit_trainer import CurveKeys
 from refitd.cli import app
 from refitd.curve import write_keys
 from tests.daemon_process import DaemonProcess, ended, start_daemon
+from tests.ports import reserved_port
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,6 @@ def files(directory: Path) -> KeyFiles:
 @pytest.fixture(scope="module")
 def remote(model_path: Path, directory: Path, files: KeyFiles) -> Iterator[DaemonProcess]:
     """Started once it answers; its model is never loaded."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        endpoint = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     secret = files.daemon_public.with_suffix(".key_secret")
     settings = (
         "defer_load=true",
@@ -63,9 +62,11 @@ def remote(model_path: Path, directory: Path, files: KeyFiles) -> Iterator[Daemo
         f"server.curve_clients={directory / 'clients'}",
     )
     curve = CurveKeys(zmq.auth.load_certificate(files.daemon_public)[0], *zmq.auth.load_certificate(files.friend))
-    with ended(start_daemon(model_path, directory, *settings, endpoint=endpoint, curve=curve)) as daemon:
-        daemon.connect(timeout_seconds=120.0).close()
-        yield daemon
+    with reserved_port() as port:
+        endpoint = f"tcp://127.0.0.1:{port}"
+        with ended(start_daemon(model_path, directory, *settings, endpoint=endpoint, curve=curve)) as daemon:
+            daemon.connect(timeout_seconds=120.0).close()
+            yield daemon
 
 
 def run(*arguments: str) -> Result:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ from refit_trainer import BroadcastGroup, Daemon, LayoutMismatch, RefitdError, S
 from refit_trainer.generation_worker import GenerationWorker
 from refit_trainer.worker_batches import Batch
 from tests.daemon_process import ONE_THREAD, DaemonProcess
+from tests.ports import reserved_port
 from tests.worker.models import random_model
 
 PAD = 2
@@ -225,16 +225,10 @@ def test_weights_that_do_not_fit_are_named_before_they_are_sent(worker: Generati
         run(worker.prepare_refit_info_async({"odd": ((1,), torch.float32)}))
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def test_weights_come_by_collective(worker: GenerationWorker, daemon: Daemon) -> None:
     """The trainer hosts the group and broadcasts; the worker's engine joins, commits, and serves what was sent."""
-    port = free_port()
     tensors = [dict(random_model("qwen3", seed=seed).named_parameters()) for seed in (1, 0)]
-    with ThreadPoolExecutor(1) as trainer:
+    with reserved_port() as port, ThreadPoolExecutor(1) as trainer:
         hosting = trainer.submit(BroadcastGroup.host, "127.0.0.1", port, 2)
         run(worker.init_collective_async(0, "127.0.0.1", port, 2, 1))
         with hosting.result() as group:

@@ -17,6 +17,7 @@ from refit_trainer.collective import Broadcaster
 from refit_trainer.connection import Connection, ConnectionOptions
 from refit_trainer.process_group import Listener, local_address, terms_of
 from refit_trainer.writer import WriterRole
+from tests.ports import reserved_port
 
 SPECS = [TensorShape(name="a", dtype=DType.FLOAT32, shape=(40, 3)), TensorShape(name="b", dtype=DType.INT8, shape=(5,))]
 SECONDS = 20.0
@@ -26,11 +27,6 @@ SECONDS = 20.0
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(2) as pool:
         yield pool
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def pair(pool: ThreadPoolExecutor, bucket_bytes: int = 128) -> tuple[BroadcastGroup, BroadcastGroup]:
@@ -183,8 +179,8 @@ def test_a_port_in_use_and_an_address_of_others_are_said_so() -> None:
 
 
 def test_nobody_at_the_port_is_said_so() -> None:
-    with pytest.raises(RefitdError, match="no group at") as failed:
-        BroadcastGroup.join("127.0.0.1", free_port(), 1, 2, timeout_seconds=1.0)
+    with reserved_port() as port, pytest.raises(RefitdError, match="no group at") as failed:
+        BroadcastGroup.join("127.0.0.1", port, 1, 2, timeout_seconds=1.0)
     assert failed.value.code is ErrorCode.COLLECTIVE_FAILED
 
 
