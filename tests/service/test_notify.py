@@ -17,7 +17,7 @@ from refitd.notify import Notifier, extending
 def supervisor(tmp_path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind(str(tmp_path / "notify"))
-        receiver.settimeout(10)
+        receiver.settimeout(60)
         yield receiver
 
 
@@ -65,7 +65,7 @@ def test_abstract_address() -> None:
     name = f"refitd-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind("\0" + name)
-        receiver.settimeout(10)
+        receiver.settimeout(60)
         notifier = Notifier({"NOTIFY_SOCKET": "@" + name})
         notifier.watchdog()
         assert receiver.recv(100) == b"WATCHDOG=1"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from refit_trainer import Daemon
-from tests.trainer.peer import Peer, endpoint_in, running
+from tests.trainer.peer import PATIENCE_SECONDS, Peer, endpoint_in, running
 
 
 @pytest.fixture
@@ -19,5 +19,5 @@ def peer(tmp_path: Path) -> Iterator[Peer]:
 
 @pytest.fixture
 def client(peer: Peer) -> Iterator[Daemon]:
-    with Daemon.connect(peer.endpoint, timeout_seconds=10) as connected:
+    with Daemon.connect(peer.endpoint, timeout_seconds=PATIENCE_SECONDS) as connected:
         yield connected

@@ -39,6 +39,8 @@ from refit_protocol.messages import (
 )
 from refit_protocol.states import EngineState
 
+# Some wait for a process that is yet to start, on a machine with many busy ones.
+PATIENCE_SECONDS = 60.0
 MODEL = ModelInfo(name="tiny", vocab_size=512, max_model_len=256, dtype="bfloat16", eos_token_ids=[2])
 LIMITS = LimitInfo(
     message_bytes=1 << 28,
@@ -122,14 +124,14 @@ class Peer:
 
     def next(self, kind: type[Request] | None = None) -> Asked:
         """The next request that the test has to answer."""
-        asked = self.asked.get(timeout=10)
+        asked = self.asked.get(timeout=PATIENCE_SECONDS)
         assert kind is None or isinstance(asked.body, kind), asked.body
         return asked
 
     def wait_for_hellos(self, number: int) -> None:
         """Returns when that many have come in all."""
         while len(self.hellos) < number:
-            self._greeted.get(timeout=10)
+            self._greeted.get(timeout=PATIENCE_SECONDS)
 
     def send(self, frames: list[Frame]) -> None:
         """From any thread."""

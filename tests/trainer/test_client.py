@@ -38,7 +38,7 @@ from refit_trainer.daemon_refit import AWAKE_SECONDS
 from refit_trainer.prompts import GenerateOptions
 from refit_trainer.refits import RefitOptions
 from tests.trainer.background import in_background
-from tests.trainer.peer import MODEL, STATUS, Asked, Peer, endpoint_in
+from tests.trainer.peer import MODEL, PATIENCE_SECONDS, STATUS, Asked, Peer, endpoint_in
 from tests.waiting import until
 
 # --- opening ---
@@ -70,7 +70,7 @@ def test_refused_hello_is_the_daemons_own_error(peer: Peer) -> None:
     """Not a timeout, but the code that the daemon gave."""
     peer.refuses_hello = ErrorCode.SESSION_LIMIT
     with pytest.raises(RefitdError) as caught:
-        Daemon.connect(peer.endpoint, timeout_seconds=10)
+        Daemon.connect(peer.endpoint, timeout_seconds=PATIENCE_SECONDS)
     assert caught.value.code is ErrorCode.SESSION_LIMIT
     assert (caught.value.fault, caught.value.retryable) == (Fault.DAEMON, True)
 
@@ -139,7 +139,7 @@ def test_a_closed_asynchronous_client_says_so(peer: Peer) -> None:
     """At once, instead of waiting for a connection that nobody opens any more."""
 
     async def use() -> None:
-        daemon = await AsyncDaemon.connect(peer.endpoint, timeout_seconds=3)
+        daemon = await AsyncDaemon.connect(peer.endpoint)
         await daemon.close()
         with pytest.raises(ClientClosed):
             await daemon.status()
@@ -187,17 +187,20 @@ def test_failed_reply_is_raised_with_everything_in_it(peer: Peer, client: Daemon
     assert (caught.value.code, caught.value.fault, caught.value.retryable) == (ErrorCode.LOADING, Fault.DAEMON, True)
 
 
-def test_unanswered_request_times_out_and_its_late_reply_answers_nobody(peer: Peer) -> None:
+def test_unanswered_request_times_out_and_its_late_reply_answers_nobody(
+    peer: Peer, client: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next request gets its own reply, not the one before."""
-    with Daemon.connect(peer.endpoint, timeout_seconds=0.3) as client:
-        with pytest.raises(RequestTimedOut, match=r"GetStatus.*0.3 s"):
+    with monkeypatch.context() as impatient:
+        impatient.setattr(client._daemon, "_timeout_seconds", 0.1)
+        with pytest.raises(RequestTimedOut, match=r"GetStatus.*0.1 s"):
             client.status()
-        late = peer.next(GetStatus)
-        thread, outcome = in_background(client.manifest)
-        asked = peer.next(GetManifest)
-        late.reply(STATUS)
-        asked.reply(Manifest(tensors=[]))
-        thread.join()
+    late = peer.next(GetStatus)
+    thread, outcome = in_background(client.manifest)
+    asked = peer.next(GetManifest)
+    late.reply(STATUS)
+    asked.reply(Manifest(tensors=[]))
+    thread.join()
     assert outcome == [Manifest(tensors=[])]
 
 

@@ -27,14 +27,24 @@ from refit_protocol.messages import (
 )
 from refit_trainer import AsyncDaemon, Daemon, DaemonRestarted, DaemonUnreachable, RefitdError, SessionLost
 from tests.trainer.background import in_background
-from tests.trainer.peer import FINISHED, STATUS, Asked, Peer, begin_stream, endpoint_in, running, send_tokens
+from tests.trainer.peer import (
+    FINISHED,
+    PATIENCE_SECONDS,
+    STATUS,
+    Asked,
+    Peer,
+    begin_stream,
+    endpoint_in,
+    running,
+    send_tokens,
+)
 
 
 def test_heartbeats_come_while_idle(tmp_path: Path) -> None:
     """The lease is renewed without anybody calling."""
     with running(Peer(endpoint_in(tmp_path), heartbeat_seconds=0.05)) as peer, Daemon.connect(peer.endpoint):
         for _ in range(3):
-            peer.heartbeats.get(timeout=10)
+            peer.heartbeats.get(timeout=PATIENCE_SECONDS)
 
 
 def test_a_way_that_is_about_to_be_used_is_kept_in_use(peer: Peer) -> None:
@@ -44,7 +54,7 @@ def test_a_way_that_is_about_to_be_used_is_kept_in_use(peer: Peer) -> None:
         async with await AsyncDaemon.connect(peer.endpoint) as client:
             with client.connection.attentive(60.0):
                 for _ in range(3):
-                    await asyncio.to_thread(peer.heartbeats.get, timeout=10)
+                    await asyncio.to_thread(peer.heartbeats.get, timeout=PATIENCE_SECONDS)
                 asking = asyncio.create_task(client.manifest())
                 (await asyncio.to_thread(peer.next, GetManifest)).reply(Manifest(tensors=[]))
                 assert (await asking).tensors == []

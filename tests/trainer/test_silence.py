@@ -10,7 +10,7 @@ import pytest
 
 from refit_protocol.messages import AcquireWriter, GetManifest, Manifest, ReleaseWriter, ReloadWeights, WriterAcquired
 from refit_trainer import AsyncDaemon, DaemonUnreachable, connection
-from tests.trainer.peer import Asked, Peer, endpoint_in, running
+from tests.trainer.peer import PATIENCE_SECONDS, Asked, Peer, endpoint_in, running
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_a_daemon_that_answers_heartbeats_may_take_its_time(peer: Peer) -> None:
             asking = asyncio.create_task(client.manifest())
             asked = await asked_for(peer, GetManifest)
             for _ in range(3):
-                await asyncio.to_thread(peer.heartbeats.get, timeout=10)
+                await asyncio.to_thread(peer.heartbeats.get, timeout=PATIENCE_SECONDS)
             asked.reply(Manifest(tensors=[]))
             assert await asking == Manifest(tensors=[])
 
