@@ -161,7 +161,7 @@ def test_hold_that_nobody_ends_is_aborted_at_its_deadline(
     """The kept weights come back by themselves."""
     epoch, source = opened
     with unharmed(daemon):
-        writer.ask(CommitRefit(epoch=epoch, source=source, hold=True, deadline_seconds=0.5), RefitHeld)
+        writer.ask(CommitRefit(epoch=epoch, source=source, hold=True, deadline_seconds=2.0), RefitHeld)
         wait_until_restored(daemon)
 
 

@@ -143,7 +143,7 @@ def test_an_engine_that_works_and_never_answers_is_dead_in_the_end(
     """A device that hangs may keep its processes busy for ever."""
 
     async def run() -> None:
-        async with running_app(tmp_path, monkeypatch, engine={**PATIENT, "liveness_busy_seconds": 3.0}) as (
+        async with running_app(tmp_path, monkeypatch, engine={**PATIENT, "liveness_busy_seconds": 3.9}) as (
             scripted,
             ended,
         ):

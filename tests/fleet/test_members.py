@@ -71,7 +71,7 @@ def test_digests_agree_only_where_they_are_equal(status: Status) -> None:
 def test_one_that_is_down_is_reported_and_joins_when_it_is_there(small_daemons: list[SmallDaemon]) -> None:
     """A fleet is there as soon as one daemon is; without any, the reasons are told."""
     missing = small_daemons[0].endpoint + "-not-there"
-    with Fleet.connect([small_daemons[0].endpoint, missing], 1.0, probe_seconds=0.5) as fleet:
+    with Fleet.connect([small_daemons[0].endpoint, missing], 2.0, probe_seconds=2.0) as fleet:
         members = fleet.status().members
         assert [member.state for member in members] == [MemberState.SERVING, MemberState.DOWN]
         assert isinstance(members[1].error, DaemonUnreachable)
@@ -84,7 +84,7 @@ def test_one_that_comes_late_takes_part_by_itself(small_daemons: list[SmallDaemo
     directory = directory_in(tmp_path, 9)
     first = small_daemons[0]
     endpoints = [first.endpoint, f"ipc://{directory}/s"]
-    with Fleet.connect(endpoints, 0.5, probe_seconds=60.0) as fleet, small_daemon(directory) as late:
+    with Fleet.connect(endpoints, 2.0, probe_seconds=60.0) as fleet, small_daemon(directory) as late:
         member = fleet._fleet._members[late.endpoint]
         late.until(lambda: member.is_up)
         samples = fleet.generate([[number] for number in range(40)], Sampling(max_tokens=1))
@@ -126,7 +126,7 @@ def test_a_fleet_that_was_closed_says_so(small_daemons: list[SmallDaemon]) -> No
     first = small_daemons[0].endpoint
 
     async def scene() -> None:
-        fleet = await AsyncFleet.connect([first, first + "-not-there"], 0.5, probe_seconds=60.0)
+        fleet = await AsyncFleet.connect([first, first + "-not-there"], 2.0, probe_seconds=60.0)
         looking = asyncio.create_task(fleet.status())
         await settled()
         await fleet.close()

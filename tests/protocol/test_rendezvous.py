@@ -11,6 +11,7 @@ import pytest
 
 from refit_protocol.errors import ErrorCode, ProtocolError
 from refit_protocol.rendezvous import GroupTerms, Rendezvous
+from tests.waiting import until
 
 
 class DictStore:
@@ -88,7 +89,12 @@ def test_all_ranks_learn_the_hosts_terms(store: DictStore) -> None:
 
 def test_a_missing_rank_is_named_when_time_is_over(store: DictStore) -> None:
     host = opened(store, 4)
-    first, second = outcomes(lambda: host.join(4, time.monotonic() + 0.2), lambda: Rendezvous(store, 2).join(4, soon()))
+
+    def give_up_early() -> object:
+        until(lambda: "refit/joined/2" in store.values, "rank 2")
+        return host.join(4, time.monotonic() + 0.2)
+
+    first, second = outcomes(give_up_early, lambda: Rendezvous(store, 2).join(4, soon()))
     for error in (first, second):
         assert isinstance(error, ProtocolError)
         assert "[1, 3]" in error.message
