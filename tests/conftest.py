@@ -118,11 +118,15 @@ def model() -> PreTrainedModel:
 
 def load_seed(model: PreTrainedModel, seed: int) -> None:
     """Gives the shared model the weights of another seed, in place."""
-    import torch
-
     from tests.worker.models import random_model
 
-    other = random_model("qwen3", seed=seed)
+    copy_parameters(random_model("qwen3", seed=seed), model)
+
+
+def copy_parameters(other: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Gives the shared model the weights of another one, in place."""
+    import torch
+
     with torch.no_grad():
         for parameter, new in zip(model.parameters(), other.parameters(), strict=True):
             parameter.copy_(new)

@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import InflightPolicy
 from refit_trainer import Daemon, Delta, OutputIncomplete, Sample, Sampling
-from tests.conftest import load_seed
+from tests.conftest import copy_parameters, load_seed
 from tests.daemon_process import DaemonProcess
 from tests.markov import follows, make_markov
+from tests.worker.models import random_model
 
 # Three full blocks of KV cache on CPU (block size 128 would be none): long enough to be cached, short enough for 256.
 LONG_PROMPT = list(range(3, 203))
@@ -62,9 +63,10 @@ def test_a_cache_held_by_a_kept_request_is_not_found_by_new_ones(daemon: Daemon,
     expected = cold(daemon, model, 1, LONG_PROMPT)
     load_seed(model, 0)
     daemon.refit(model)
+    following = random_model("qwen3", seed=1)
     stream = daemon.stream([LONG_PROMPT], Sampling(max_tokens=50, ignore_eos=True))
     next(stream)
-    load_seed(model, 1)
+    copy_parameters(following, model)
     daemon.refit(model, policy="keep")
     sample = daemon.generate_one(LONG_PROMPT, ONE_TOKEN)
     assert sample.cached_tokens == 0
@@ -132,9 +134,11 @@ def test_recompute_builds_its_cache_anew(daemon: Daemon, model: PreTrainedModel)
     """After recompute a running request's next tokens are what new weights say of its whole text, not of old KV."""
     load_seed(model, 0)
     daemon.refit(model)
-    stream = daemon.stream([LONG_PROMPT], Sampling(max_tokens=40, temperature=0.0, ignore_eos=True))
+    # Made before the request runs, which is over soon.
+    following = random_model("qwen3", seed=1)
+    stream = daemon.stream([LONG_PROMPT], Sampling(max_tokens=50, temperature=0.0, ignore_eos=True))
     received = [next(stream)]
-    load_seed(model, 1)
+    copy_parameters(following, model)
     version = daemon.refit(model, policy="recompute").version
     received += list(stream)
     runs = [run for delta in received for run in delta.versions]
