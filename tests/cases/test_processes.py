@@ -7,16 +7,28 @@ import select
 import signal
 from pathlib import Path
 
-from tests.daemon_process import DaemonProcess, start_daemon
+from tests.daemon_process import START_SECONDS, DaemonProcess, start_daemon
+from tests.waiting import until
 
 END_MILLISECONDS = 30_000
 
 
 def first_children(daemon: DaemonProcess) -> list[int]:
     """Pidfds of the first processes of an engine that is starting."""
-    while not (pids := daemon.engine_pids()):
+
+    def opened() -> list[int]:
         assert daemon.process.poll() is None, daemon.log.read_text()[-2000:]
-    return [os.pidfd_open(pid) for pid in pids]
+        return [pidfd for pid in daemon.engine_pids() for pidfd in pidfd_of(pid)]
+
+    return until(opened, "the first process of the engine", START_SECONDS)
+
+
+def pidfd_of(pid: int) -> list[int]:
+    """None of a process that has ended: vLLM runs some that only tell it what the machine is like."""
+    try:
+        return [os.pidfd_open(pid)]
+    except ProcessLookupError:
+        return []
 
 
 def test_children_end_with_a_daemon_killed_during_its_start(model_path: Path, short_directory: Path) -> None:
