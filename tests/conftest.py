@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 
 from refit_protocol.messages import Status
 from refit_trainer import Daemon, Sampling
-from tests.daemon_process import DaemonProcess, running_daemon
+from tests.daemon_process import SPARING, DaemonProcess, running_daemon
 from tests.wire import RawClient, raw_client
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 PROMPT = [5, 60, 7, 400, 9]
 # A shell that runs the tests in the background ignores SIGINT for them, and so for all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Before torch is imported, here and in all that is started from here.
+os.environ.update(SPARING)
 # How long an example takes, or is drawn for, says more of a busy machine than of what is tested.
 settings.register_profile("refitd", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("refitd")

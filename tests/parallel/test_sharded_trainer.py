@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ import torch
 
 from refit_protocol.states import EngineState
 from refit_trainer import Daemon
-from tests.daemon_process import ONE_THREAD, DaemonProcess
+from tests.daemon_process import DaemonProcess
 from tests.parallel.engines import Said, said
 
 WORLD_SIZE = 2
@@ -60,7 +59,6 @@ def started(endpoint: str, directory: Path) -> Iterator[Ranks]:
             process = subprocess.Popen(
                 command,
                 cwd=Path(__file__).parents[2],
-                env={**os.environ, **ONE_THREAD},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon_process import ONE_THREAD
+from tests.daemon_process import SPARING
 from tests.service.booted import LOOK_SECONDS, PATIENT_LOOK_SECONDS, BootedSystemd, wait_for, why_not_here
 
 REPOSITORY = Path(__file__).parents[2]
@@ -163,7 +163,7 @@ def _add_drop_ins(units: Path) -> None:
         cache.mkdir(parents=True, exist_ok=True)
     # Coverage and the like must reach the daemon, whose environment systemd makes from nothing.
     inherited = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
-    variables = " ".join(f"{name}={value}" for name, value in {**ONE_THREAD, **inherited}.items())
+    variables = " ".join(f"{name}={value}" for name, value in {**SPARING, **inherited}.items())
     for unit, watchdog_seconds in (("refitd.service", 60), ("refitd@.service", 10)):
         content = DROP_IN.format(vllm=vllm, inductor=inductor, variables=variables, watchdog_seconds=watchdog_seconds)
         (units / f"{unit}.d" / "zz-tests.conf").write_text(content)

@@ -21,7 +21,7 @@ from refit_protocol.errors import ErrorCode
 from refit_trainer import BroadcastGroup, Daemon, LayoutMismatch, RefitdError, Sampling, share_parameters
 from refit_trainer.generation_worker import GenerationWorker
 from refit_trainer.worker_batches import Batch
-from tests.daemon_process import ONE_THREAD, DaemonProcess
+from tests.daemon_process import DaemonProcess
 from tests.ports import reserved_port
 from tests.worker.models import random_model
 
@@ -314,10 +314,8 @@ def own_config(model_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_worker_may_start_its_daemon_and_load_later(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_may_start_its_daemon_and_load_later(model_path: Path) -> None:
     """The URL is known before the load; after it the worker generates; after its end the daemon is gone."""
-    for name, value in ONE_THREAD.items():
-        monkeypatch.setenv(name, value)
     worker = GenerationWorker(own_config(model_path), seed=7, defer_model_load=True)
     try:
         url = run(worker.get_reserved_url())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from refit_protocol.messages import (
     WriterAcquired,
     WriterReleased,
 )
-from tests.daemon_process import ONE_THREAD
 from tests.trainer.granted import REPORT
 from tests.trainer.peer import Asked, Peer, endpoint_in, running
 
@@ -52,7 +50,6 @@ def start(peer: Peer, directory: Path, rank: int, stack: ExitStack) -> subproces
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.trainer.lending_rank", peer.endpoint, str(directory), str(rank), str(WORLD_SIZE)],
         cwd=Path(__file__).parents[2],
-        env={**os.environ, **ONE_THREAD},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
