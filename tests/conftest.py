@@ -6,10 +6,11 @@ transformers, whose import takes seconds, are left to these.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,18 @@ settings.register_profile("refitd", deadline=None, suppress_health_check=[Health
 settings.load_profile("refitd")
 
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported here stays: to look for garbage in it takes seconds now, and most of a second of each test that
+    collects its own."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
