@@ -59,6 +59,7 @@ SAMPLING: list[tuple[dict[str, Any], Refused]] = [
     ({"temperature": math.nan}, (ValueError, "temperature is nan: it has to be a number")),
     ({"logit_bias": {3: 1.0}}, (TypeError, r"logit_bias is .*: it has to be a list of \(a whole number, a number\)")),
     ({"structured": "json"}, (TypeError, "structured is 'json': it has to be StructuredOutputs or None")),
+    ({"structured": {"regex": "a", "backend": "x"}}, (ValueError, "structured is .*: it has to be StructuredOutputs")),
 ]
 SERVICE: list[tuple[Callable[[Any], Any], Refused]] = [
     (lambda daemon: daemon.sleep(level=3), (ValueError, "level is 3: it has to be 1 or 2")),
