@@ -50,6 +50,7 @@ from refit_trainer import (
     writer,
 )
 from refit_trainer.memory import Memfd
+from refit_trainer.prepared import take
 from refit_trainer.report import ComingReport
 from refit_trainer.sharing import shared_module
 from refit_trainer.steps import Steps
@@ -242,6 +243,15 @@ def test_a_refit_of_the_same_comes_back_when_every_worker_holds_it(
         assert isinstance(report, ComingReport)
         daemon.unanswered[0].reply(RefitCommitted(report=REPORT))
     assert report == REPORT
+
+
+@pytest.mark.usefixtures("daemon")
+def test_one_of_several_threads_ends_it(client: Daemon, model: torch.nn.Module) -> None:
+    """The other one has a refit of its own, and is not told that this has ended."""
+    prepared = client.prepare_refit(model)
+    assert take(client._prepared, model, None, {}) is prepared
+    assert take(client._prepared, model, None, {}) is None
+    prepared.refit()
 
 
 @pytest.mark.parametrize("other", ["policy", "module", "specs", "ended"])

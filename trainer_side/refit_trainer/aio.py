@@ -54,7 +54,7 @@ from refit_trainer.inbox import Mailbox
 from refit_trainer.link import CurveKeys
 from refit_trainer.opening import Opening
 from refit_trainer.options import Count, Patience, Seconds, check_options, checked
-from refit_trainer.prepared import AsyncPreparedRefit, Preparation, Terms, prepare_steps
+from refit_trainer.prepared import AsyncPreparedRefit, Preparation, Terms, prepare_steps, take
 from refit_trainer.prompts import GenerateOptions, Prompt, generate_command, reading_of
 from refit_trainer.refits import CommitOptions, PrepareOptions, RefitOptions, reload, restore, split_options
 from refit_trainer.replies import AsyncReplies, Item
@@ -224,10 +224,9 @@ class AsyncDaemon:
 
         When it is cancelled, interrupted or raises, the daemon has ended it too, unless it cannot be reached.
         """
-        for prepared in tuple(self._prepared):
-            if prepared.terms.cover(weights, specs, options):
-                await prepared.refit()
-                return prepared.report()
+        if (prepared := take(self._prepared, weights, specs, options)) is not None:
+            await prepared.refit()
+            return prepared.report()
         return await walk(self.refit_steps(weights, specs, options))
 
     async def prepare_refit(self, module: torch.nn.Module, **options: Unpack[PrepareOptions]) -> AsyncPreparedRefit:

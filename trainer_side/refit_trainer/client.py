@@ -26,7 +26,7 @@ from refit_protocol.messages import (
 from refit_trainer.aio import SLOW_SECONDS, AsyncDaemon, ConnectOptions, same
 from refit_trainer.errors import ClientClosed, UsedAfterFork
 from refit_trainer.interruptible import result_of
-from refit_trainer.prepared import PreparedRefit, Terms
+from refit_trainer.prepared import PreparedRefit, Terms, take
 from refit_trainer.prompts import GenerateOptions, Prompt, generate_command, reading_of
 from refit_trainer.refits import CommitOptions, PrepareOptions, RefitOptions
 from refit_trainer.replies import Item, Replies, ThreadMailbox
@@ -237,10 +237,9 @@ class Daemon:
 
         When it is cancelled, interrupted or raises, the daemon has ended it too, unless it cannot be reached.
         """
-        for prepared in tuple(self._prepared):
-            if prepared.terms.cover(weights, specs, options):
-                prepared.refit()
-                return prepared.coming_report()
+        if (prepared := take(self._prepared, weights, specs, options)) is not None:
+            prepared.refit()
+            return prepared.coming_report()
         return walk_blocking(self._daemon.refit_steps(weights, specs, options), self._thread)
 
     def prepare_refit(self, module: torch.nn.Module, **options: Unpack[PrepareOptions]) -> PreparedRefit:

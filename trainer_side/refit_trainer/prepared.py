@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import RefitPrepared
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from refit_trainer.sharing import SharedModule
     from refit_trainer.staging import Weights
 
+
+_Prepared = TypeVar("_Prepared", "PreparedRefit", "AsyncPreparedRefit")
 
 # How one ends.
 REFITTED, ABORTED, LEFT = "by refit()", "by abort()", "when its block was left"
@@ -301,6 +303,23 @@ class AsyncPreparedRefit:
         if error_type is None:
             self._preparation.warn_if_forgotten()
         await self._withdraw(LEFT)
+
+
+def take(
+    unfinished: set[_Prepared],
+    weights: torch.nn.Module | Weights,
+    specs: Sequence[TensorShape] | None,
+    options: RefitOptions,
+) -> _Prepared | None:
+    """What a `refit` of these is to end, for one of the threads that ask for it."""
+    for prepared in tuple(unfinished):
+        if prepared.terms.cover(weights, specs, options):
+            try:
+                unfinished.remove(prepared)
+            except KeyError:
+                continue
+            return prepared
+    return None
 
 
 def _known(report: RefitReport) -> Future[RefitReport]:
