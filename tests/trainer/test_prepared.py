@@ -287,6 +287,16 @@ def test_a_client_lets_go_of_what_has_ended(client: Daemon, end: str) -> None:
     assert prepared() is None
 
 
+@pytest.mark.usefixtures("daemon")
+def test_a_refit_ends_what_was_prepared_last(client: Daemon, model: torch.nn.Module) -> None:
+    """The daemon has waited for none of those before, which stay in nobody's memory."""
+    before = [weakref.ref(client.prepare_refit(model, only=["weight"])) for _ in range(8)]
+    last = client.prepare_refit(model)
+    assert client.refit(model) == last.report()
+    gc.collect()
+    assert not any(prepared() for prepared in before)
+
+
 def test_a_coroutine_refits_the_same(peer: Peer, daemon: Answering, model: torch.nn.Module) -> None:
     async def both() -> RefitReport:
         async with AsyncDaemon.connect(peer.endpoint) as client, await client.prepare_refit(model, attest="full"):

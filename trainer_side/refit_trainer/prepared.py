@@ -181,7 +181,7 @@ class PreparedRefit:
         self._unfinished = unfinished
         self._publishing: Future[RefitReport] | None = None
         self._refitted = False
-        unfinished.add(self)
+        _replace(unfinished, self)
 
     @property
     def version(self) -> int:
@@ -259,7 +259,7 @@ class AsyncPreparedRefit:
         self.terms = terms
         self._unfinished = unfinished
         self._report: RefitReport | None = None
-        unfinished.add(self)
+        _replace(unfinished, self)
 
     @property
     def version(self) -> int:
@@ -303,6 +303,12 @@ class AsyncPreparedRefit:
         if error_type is None:
             self._preparation.warn_if_forgotten()
         await self._withdraw(LEFT)
+
+
+def _replace(unfinished: set[_Prepared], prepared: _Prepared) -> None:
+    """The daemon has one at a time: what was prepared before, and never ended here, it has ended by itself."""
+    unfinished.clear()
+    unfinished.add(prepared)
 
 
 def take(
