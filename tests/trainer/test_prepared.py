@@ -157,7 +157,8 @@ def rung(daemon: Answering, model: torch.nn.Module, monkeypatch: pytest.MonkeyPa
 def test_a_session_that_is_closed_lets_go_of_its_bells(
     client: Daemon, daemon: Answering, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though the client is still there: what a device has of a bell is given back with it."""
+    """Though the client is still there, and a refit that nobody has ended: what a device has of a bell is given back
+    with it."""
     made: list[weakref.ref[ListedBell]] = []
 
     def bell() -> ListedBell:
@@ -168,7 +169,7 @@ def test_a_session_that_is_closed_lets_go_of_its_bells(
     shared = shared_module(model)
     assert shared is not None
     monkeypatch.setattr(shared.memory, "bell", bell)
-    client.prepare_refit(model).abort()
+    client.prepare_refit(model)
     assert PrepareRefit in map(type, daemon.asked)
     [kept] = made
     assert kept() is not None
@@ -419,6 +420,17 @@ def test_a_client_may_be_closed_in_the_block(client: Daemon, model: torch.nn.Mod
         prepared.refit()
         client.close()
     assert prepared.report() == REPORT
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("end", ["an exception", "abort"])
+def test_what_a_closed_client_has_prepared_has_ended(client: Daemon, model: torch.nn.Module, end: str) -> None:
+    """As in a signal's handler, which closes it and has the program end: that goes on."""
+    with pytest.raises(SystemExit), client.prepare_refit(model) as prepared:
+        client.close()
+        if end == "abort":
+            prepared.abort()
+        raise SystemExit
 
 
 def test_closing_in_the_block_waits_for_what_the_workers_have(

@@ -133,6 +133,7 @@ class AsyncDaemon:
 
     async def close(self) -> None:
         """Ends the session: its streams are cancelled, and its memory is no longer mapped by the daemon."""
+        self._prepared.clear()
         await self.connection.close()
         self._role.close()
         if self._staging is not None:

@@ -177,6 +177,7 @@ class Daemon:
 
     def close(self) -> None:
         """Ends the session and its thread; does nothing the second time, or in a forked child."""
+        self._prepared.clear()
         self._thread.end(self._daemon.close)
 
     def __enter__(self) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import RefitPrepared
 from refit_trainer.daemon_refit import AWAKE_SECONDS, DaemonRefit
-from refit_trainer.errors import NotShareable, RefitdError
+from refit_trainer.errors import ClientClosed, NotShareable, RefitdError
 from refit_trainer.interruptible import result_of
 from refit_trainer.refits import CommitOptions, PrepareOptions, RefitOptions
 from refit_trainer.report import ComingReport, RefitReport, known_of
@@ -235,9 +236,10 @@ class PreparedRefit:
 
     def _withdraw(self, how: str) -> None:
         self._unfinished.discard(self)
-        # Behind its end the client may have been closed.
         if not self._preparation.has_ended:
-            self._thread.call(self._preparation.withdraw(how))
+            # With a session that was closed, as by a signal's handler, the daemon has ended it.
+            with contextlib.suppress(ClientClosed):
+                self._thread.call(self._preparation.withdraw(how))
 
     def __enter__(self) -> Self:
         return self
