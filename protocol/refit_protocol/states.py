@@ -68,7 +68,7 @@ ENGINE_TRANSITIONS: dict[tuple[EngineState, EngineEvent], EngineState] = {
 # it waits.
 NOT_SERVABLE: dict[EngineState, tuple[ErrorCode, str]] = {
     _S.UNLOADED: (ErrorCode.LOADING, "the model is not loaded yet: have it loaded (LoadModel, load_model())"),
-    _S.LOADING: (ErrorCode.LOADING, "the model is still loading: ask Status for its progress"),
+    _S.LOADING: (ErrorCode.LOADING, "the model is still loading: wait until it serves (Status, wait_until_ready())"),
     _S.TORN: (
         ErrorCode.TORN,
         "a refit failed half-way: commit a full refit, or restore the last (RestoreWeights, restore())",

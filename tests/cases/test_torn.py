@@ -67,7 +67,8 @@ def wait_for(daemon: Daemon, *states: EngineState) -> EngineState:
 def test_a_trainer_killed_mid_update_leaves_torn_weights_that_are_never_served(
     unprotected: DaemonProcess, model: PreTrainedModel
 ) -> None:
-    """Torn, said so, version unmoved, generation refused; the next client's full refit mends it without a restart."""
+    """Torn, said so, version unmoved, generation refused; the next client's full refit mends it without a restart, and
+    a loop that begins by waiting for the engine comes to it."""
     with unprotected.connect() as daemon:
         daemon.refit(model)
         daemon.release_writer()
@@ -75,7 +76,8 @@ def test_a_trainer_killed_mid_update_leaves_torn_weights_that_are_never_served(
         trainer = start_suicidal_trainer(unprotected.endpoint, seed=1, count=AFTER_THREE_BUCKETS)
         assert trainer.wait(120) == -9
         assert wait_for(daemon, EngineState.TORN, EngineState.READY) is EngineState.TORN
-        status = daemon.status()
+        status = daemon.wait_until_ready()
+        assert status.state is EngineState.TORN
         assert status.version == before[1]
         assert status.digest is None
         assert status.last_error is not None

@@ -113,7 +113,7 @@ def test_a_deferred_load_that_fails_says_why_and_ends_the_daemon(
             with pytest.raises(RefitdError) as early:
                 daemon.refit(model)
             assert (early.value.code, early.value.retryable) == (ErrorCode.LOADING, True)
-            with pytest.raises(RequestTimedOut, match="unloaded"):
+            with pytest.raises(RequestTimedOut, match=r"after 0.1 s the model is not loaded yet: .*load_model\(\)"):
                 daemon.wait_until_ready(0.1)
             assert (exit_code(process.endpoint), exit_code(process.endpoint, "--ready")) == (0, 1)
             with pytest.raises(RefitdError, match="lower engine") as refused:

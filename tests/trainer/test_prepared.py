@@ -255,13 +255,23 @@ def test_one_of_several_threads_ends_it(client: Daemon, model: torch.nn.Module) 
     prepared.refit()
 
 
-@pytest.mark.parametrize("other", ["policy", "module", "specs", "ended"])
+OTHERS = {
+    "policy": "this is not the one that was prepared: policy is 'abort', and was 'keep' there",
+    "attest": "this is not the one that was prepared: attest is 'off', and was not named there",
+    "module": "this is not the one that was prepared: it is of another module",
+    "specs": "this is not the one that was prepared: it has specs",
+    "ended": "$",
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
 def test_any_other_refit_is_one_of_its_own(
     client: Daemon, daemon: Answering, model: torch.nn.Module, other: str
 ) -> None:
-    """Which the daemon refuses while this one is prepared."""
+    """Which the daemon refuses while this one is prepared; the trainer is told in what they differ."""
     others: dict[str, Callable[[], object]] = {
         "policy": lambda: client.refit(model, policy="abort"),
+        "attest": lambda: client.refit(model, attest="off"),
         "module": lambda: client.refit(share_parameters(torch.nn.Linear(2, 2))),
         "specs": lambda: client.refit(model, []),
         "ended": lambda: client.refit(model),
@@ -270,9 +280,10 @@ def test_any_other_refit_is_one_of_its_own(
         if other == "ended":
             prepared.abort()
         daemon.refuses[CommitRefit] = ErrorCode.REFIT_IN_PROGRESS
-        with pytest.raises(RefitdError) as refused:
+        with pytest.raises(RefitdError, match=OTHERS[other]) as refused:
             others[other]()
         assert refused.value.code is ErrorCode.REFIT_IN_PROGRESS
+        assert ("prepared" in str(refused.value)) == (other != "ended")
         prepared.abort()
     assert FinishRefit not in daemon.since_prepared()
 

@@ -45,7 +45,7 @@ from refit_protocol.messages import (
     WeightsRestored,
     Welcome,
 )
-from refit_protocol.states import EngineState
+from refit_protocol.states import NOT_SERVABLE, EngineState
 from refit_trainer.broadcast_refits import join_group, refit_by_broadcast
 from refit_trainer.connection import Connection, ConnectionOptions
 from refit_trainer.daemon_refit import AWAKE_SECONDS, DaemonRefit, refit_in_place
@@ -54,7 +54,7 @@ from refit_trainer.inbox import Mailbox
 from refit_trainer.link import CurveKeys
 from refit_trainer.opening import Opening
 from refit_trainer.options import Count, Patience, Seconds, check_options, checked
-from refit_trainer.prepared import AsyncPreparedRefit, Preparation, Terms, prepare_steps, take
+from refit_trainer.prepared import AsyncPreparedRefit, Preparation, Terms, prepare_steps, refused_beside, take
 from refit_trainer.prompts import GenerateOptions, Prompt, generate_command, reading_of
 from refit_trainer.refits import CommitOptions, PrepareOptions, RefitOptions, reload, restore, split_options
 from refit_trainer.replies import AsyncReplies, Item
@@ -151,16 +151,17 @@ class AsyncDaemon:
         return await self._ask(GetStatus(), Status)
 
     async def wait_until_ready(self, timeout_seconds: float = SLOW_SECONDS) -> Status:
-        """Returns when the engine serves, as it does some time after the daemon has begun to answer.
+        """Returns when the engine serves, as it does some time after the daemon has begun to answer; or when it is
+        `torn`, since a trainer was killed in the middle of a refit: the next full one mends that.
 
         Raises `RequestTimedOut`, or `RefitdError` with the reason why the engine did not start or died.
         """
         give_up_at = time.monotonic() + timeout_seconds
-        while (status := await self.status()).state is not EngineState.READY:
+        while (status := await self.status()).state not in (EngineState.READY, EngineState.TORN):
             if status.state is EngineState.DEAD:
                 raise _why_dead(status)
             if time.monotonic() > give_up_at:
-                raise RequestTimedOut(f"the engine is still {status.state.value} after {timeout_seconds:g} s")
+                raise RequestTimedOut(f"after {timeout_seconds:g} s {_why_not_ready(status.state)}")
             await asyncio.sleep(_LOOK_AGAIN_SECONDS)
         return status
 
@@ -228,7 +229,8 @@ class AsyncDaemon:
         if (prepared := take(self._prepared, weights, specs, options)) is not None:
             await prepared.refit()
             return prepared.report()
-        return await walk(self.refit_steps(weights, specs, options))
+        with refused_beside(self._prepared, weights, specs, options):
+            return await walk(self.refit_steps(weights, specs, options))
 
     async def prepare_refit(self, module: torch.nn.Module, **options: Unpack[PrepareOptions]) -> AsyncPreparedRefit:
         """All of a refit but its copy, before the weights are final: see `Daemon.prepare_refit`. To be awaited, its
@@ -459,6 +461,13 @@ async def _open(endpoint: str, timeout_seconds: float, options: ConnectOptions) 
     )
     await connection.open(timeout_seconds)
     return AsyncDaemon(connection, options.get("request_seconds", timeout_seconds), options)
+
+
+def _why_not_ready(state: EngineState) -> str:
+    """With what helps, where it does not pass by itself."""
+    if state in NOT_SERVABLE:
+        return NOT_SERVABLE[state][1]
+    return f"the engine is still {state.value}"
 
 
 def _why_dead(status: Status) -> RefitdError:

@@ -26,7 +26,7 @@ from refit_protocol.messages import (
 from refit_trainer.aio import SLOW_SECONDS, AsyncDaemon, ConnectOptions, same
 from refit_trainer.errors import ClientClosed, UsedAfterFork
 from refit_trainer.interruptible import result_of
-from refit_trainer.prepared import PreparedRefit, Terms, take
+from refit_trainer.prepared import PreparedRefit, Terms, refused_beside, take
 from refit_trainer.prompts import GenerateOptions, Prompt, generate_command, reading_of
 from refit_trainer.refits import CommitOptions, PrepareOptions, RefitOptions
 from refit_trainer.replies import Item, Replies, ThreadMailbox
@@ -190,7 +190,7 @@ class Daemon:
         return self._thread.call(self._daemon.status())
 
     def wait_until_ready(self, timeout_seconds: float = SLOW_SECONDS) -> Status:
-        """Returns when the engine serves; see `AsyncDaemon.wait_until_ready`."""
+        """Returns when the engine serves, or needs a full refit to; see `AsyncDaemon.wait_until_ready`."""
         return self._thread.call(self._daemon.wait_until_ready(timeout_seconds))
 
     def openai_base_url(self) -> str:
@@ -241,7 +241,8 @@ class Daemon:
         if (prepared := take(self._prepared, weights, specs, options)) is not None:
             prepared.refit()
             return prepared.coming_report()
-        return walk_blocking(self._daemon.refit_steps(weights, specs, options), self._thread)
+        with refused_beside(self._prepared, weights, specs, options):
+            return walk_blocking(self._daemon.refit_steps(weights, specs, options), self._thread)
 
     def prepare_refit(self, module: torch.nn.Module, **options: Unpack[PrepareOptions]) -> PreparedRefit:
         """All of a refit but its copy, before the weights are final; to be used with `with`.

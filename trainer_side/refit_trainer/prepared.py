@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -47,8 +47,20 @@ class Terms:
         self, weights: torch.nn.Module | Weights, specs: Sequence[TensorShape] | None, options: RefitOptions
     ) -> bool:
         """Whether a `refit` of these is the one prepared: what it leaves out is as it was prepared."""
-        said = {name: value for name, value in options.items() if value is not None}
-        return weights is self.module and specs is None and said.items() <= self.options.items()
+        return self.difference(weights, specs, options) is None
+
+    def difference(
+        self, weights: torch.nn.Module | Weights, specs: Sequence[TensorShape] | None, options: RefitOptions
+    ) -> str | None:
+        """In what a `refit` of these is another one, in the caller's words; None where it is not."""
+        if weights is not self.module:
+            return "it is of another module"
+        if specs is not None:
+            return "it has specs"
+        for name, value in options.items():
+            if value is not None and value != (prepared := self.options.get(name)):
+                return f"{name} is {value!r}, and {'was not named' if prepared is None else f'was {prepared!r}'} there"
+        return None
 
 
 class Preparation:
@@ -238,7 +250,7 @@ class PreparedRefit:
         self._unfinished.discard(self)
         if not self._preparation.has_ended:
             # With a session that was closed, as by a signal's handler, the daemon has ended it.
-            with contextlib.suppress(ClientClosed):
+            with suppress(ClientClosed):
                 self._thread.call(self._preparation.withdraw(how))
 
     def __enter__(self) -> Self:
@@ -328,6 +340,24 @@ def take(
                 continue
             return prepared
     return None
+
+
+@contextmanager
+def refused_beside(
+    unfinished: set[_Prepared],
+    weights: torch.nn.Module | Weights,
+    specs: Sequence[TensorShape] | None,
+    options: RefitOptions,
+) -> Iterator[None]:
+    """Where the daemon refuses a refit since this client has prepared another one, it is said why this is another."""
+    try:
+        yield
+    except RefitdError as error:
+        if error.code is ErrorCode.REFIT_IN_PROGRESS:
+            for prepared in tuple(unfinished):
+                if (difference := prepared.terms.difference(weights, specs, options)) is not None:
+                    error.message += f"; this is not the one that was prepared: {difference}"
+        raise
 
 
 def _known(report: RefitReport) -> Future[RefitReport]:
