@@ -175,7 +175,7 @@ class Sessions:
         """The session of a request, its lease renewed. Raises `no_session` or `duplicate_request`."""
         session = self._sessions.get(token or "")
         if session is None:
-            raise ProtocolError(ErrorCode.NO_SESSION, "no such session: send Hello first (its lease may have ended)")
+            raise ProtocolError(ErrorCode.NO_SESSION, "no such session: its lease has ended (Hello begins another)")
         session.step(SessionEvent.REQUEST)
         session.renew()
         if request_id <= session.last_request:

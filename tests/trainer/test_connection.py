@@ -144,6 +144,7 @@ def test_expired_session_is_replaced(peer: Peer, client: Daemon) -> None:
     thread.join()
     assert isinstance(outcome[0], SessionLost)
     assert outcome[0].retryable
+    assert "the next call opens another" in str(outcome[0])
     peer.wait_for_hellos(2)
     peer.answer = lambda asked: asked.reply(Manifest(tensors=[]))
     assert client.manifest() == Manifest(tensors=[])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,6 +24,7 @@ from refit_trainer.layouts import MappingLayout, announced, layout_of, named_pai
         (["ab"], "yields a str"),
         ([(torch.ones(1), "name")], "yields a pair of Tensor and str"),
         ([("name", [1.0])], "yields a pair of str and list"),
+        ({"name": np.ones(1)}.items(), "yields a pair of str and ndarray"),
         (7, "no int"),
     ],
 )

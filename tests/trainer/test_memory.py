@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,13 @@ def tied_model() -> torch.nn.Module:
     model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(5, 3), "head": torch.nn.Linear(3, 5, bias=False)})
     model["head"].weight = model["embed"].weight
     return model
+
+
+@pytest.mark.parametrize(("weights", "says"), [({}, "a dict"), (torch.nn.Linear, "the class Linear"), (3, "a int")])
+def test_what_has_no_parameters_to_share(weights: Any, says: str) -> None:
+    for call in (share_parameters, unshare_parameters):
+        with pytest.raises(TypeError, match=rf"{call.__name__}\(\) takes a torch.nn.Module, not {says}"):
+            call(weights)
 
 
 def test_sharing_keeps_parameters_and_their_values() -> None:

@@ -29,7 +29,9 @@ CONNECTING: list[tuple[dict[str, Any], Refused]] = [
     ({"lease_seconds": "60"}, (TypeError, "lease_seconds is '60'")),
     ({"patience_seconds": -0.1}, (ValueError, "patience_seconds is -0.1: it has to be a number from 0 on")),
     ({"bucket_bytes": 0}, (ValueError, "bucket_bytes is 0: it has to be a whole number from 1 on")),
-    ({"patience": 5}, (TypeError, r"connect\(\) has no option 'patience'; it has .*patience_seconds")),
+    ({"timeout_seconds": -1}, (ValueError, "timeout_seconds is -1: it has to be a number above 0")),
+    ({"timeout_seconds": "10"}, (TypeError, "timeout_seconds is '10'")),
+    ({"patience": 5}, (TypeError, r"connect\(\) has no option 'patience'; it has .*endpoint.*timeout_seconds")),
 ]
 REFITTING: list[tuple[dict[str, Any], Refused]] = [
     ({"policy": "wait"}, (ValueError, "policy is 'wait': it has to be 'abort', 'finish', 'keep', 'recompute' or None")),
@@ -43,8 +45,9 @@ REFITTING: list[tuple[dict[str, Any], Refused]] = [
     ({"deadline_seconds": math.inf}, (ValueError, "deadline_seconds is inf")),
 ]
 PARTS: list[tuple[dict[str, Any], Refused]] = [
-    ({"only": "weight"}, (TypeError, "only is 'weight': it has to be a list of text")),
+    ({"only": "weight"}, (TypeError, "only is 'weight': it has to be a non-empty list of text")),
     ({"only": ["weight", 1]}, (TypeError, "only is")),
+    ({"only": []}, (ValueError, r"only is \[\]: it has to be a non-empty list of text or None")),
     ({"polcy": "keep"}, (TypeError, r"has no option 'polcy'; it has .*policy")),
 ]
 GENERATING: list[tuple[dict[str, Any], Refused]] = [
@@ -52,6 +55,7 @@ GENERATING: list[tuple[dict[str, Any], Refused]] = [
     ({"min_version": "3"}, (TypeError, "min_version is '3'")),
     ({"incomplete": "drop"}, (ValueError, "incomplete is 'drop': it has to be 'raise' or 'yield'")),
     ({"wait_seconds": 3}, (TypeError, r"generate\(\) has no option 'wait_seconds'; it has deadline_seconds")),
+    ({"max_tokens": 3}, (TypeError, r"no option 'max_tokens': it belongs into the sampling, Sampling\(max_tokens=...")),
 ]
 SAMPLING: list[tuple[dict[str, Any], Refused]] = [
     ({"stop": "x"}, (TypeError, "stop is 'x': it has to be a list of text")),
@@ -103,7 +107,18 @@ def test_a_connection_that_cannot_be(options: dict[str, Any], refused: Refused, 
     assert not peer.hellos
 
 
-@pytest.mark.parametrize(("options", "refused"), CONNECTING[:4] + CONNECTING[-1:])
+def test_an_endpoint_that_cannot_be(model: torch.nn.Module) -> None:
+    """Least of all what `refit` takes."""
+    for client in (Daemon, AsyncDaemon):
+        with pytest.raises(TypeError, match=r"endpoint is Linear.*: it has to be text or None"):
+            client.connect(model)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"endpoints is .*: it has to be a list of text"):
+        Fleet.connect([model])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="endpoints is one text: pass a list"):
+        Fleet.connect("ipc:///run/refitd.sock")
+
+
+@pytest.mark.parametrize(("options", "refused"), CONNECTING[:4] + CONNECTING[-3:])
 def test_a_fleet_that_cannot_be(options: dict[str, Any], refused: Refused, peer: Peer) -> None:
     with pytest.raises(refused[0], match=refused[1]):
         Fleet.connect([peer.endpoint], **options)

@@ -437,11 +437,26 @@ def test_a_client_may_be_closed_in_the_block(client: Daemon, model: torch.nn.Mod
 @pytest.mark.parametrize("end", ["an exception", "abort"])
 def test_what_a_closed_client_has_prepared_has_ended(client: Daemon, model: torch.nn.Module, end: str) -> None:
     """As in a signal's handler, which closes it and has the program end: that goes on."""
-    with pytest.raises(SystemExit), client.prepare_refit(model) as prepared:
+
+    def stop(prepared: PreparedRefit) -> None:
         client.close()
         if end == "abort":
             prepared.abort()
         raise SystemExit
+
+    with pytest.raises(SystemExit), client.prepare_refit(model) as prepared:
+        stop(prepared)
+
+
+@pytest.mark.usefixtures("daemon")
+def test_a_closed_coroutine_client_has_ended_it_too(peer: Peer, model: torch.nn.Module) -> None:
+    async def close_inside() -> None:
+        async with AsyncDaemon.connect(peer.endpoint) as client, await client.prepare_refit(model):
+            await client.close()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(close_inside())
 
 
 def test_closing_in_the_block_waits_for_what_the_workers_have(

@@ -99,6 +99,11 @@ class ConnectOptions(TypedDict, total=False):
     stand_by: bool
 
 
+class _ConnectArguments(ConnectOptions, total=False):
+    endpoint: str | None
+    timeout_seconds: Seconds
+
+
 class AsyncDaemon:
     """A session with one daemon. Belongs to one event loop; made by `connect()`."""
 
@@ -122,7 +127,8 @@ class AsyncDaemon:
         `endpoint` None is `$REFITD_ENDPOINT`, else the socket in this user's runtime directory. `timeout_seconds` also
         bounds every later call that has no bound of its own.
         """
-        check_options("connect", options, ConnectOptions)
+        said = {"endpoint": endpoint, "timeout_seconds": timeout_seconds, **options}
+        check_options("connect", said, _ConnectArguments)
         where = endpoint or default_endpoint(os.environ, os.getuid())
         return Opening(lambda: _open(where, timeout_seconds, options))
 

@@ -183,8 +183,9 @@ class VersionsMixed(RefitdError):
 def error_from(failed: Failed) -> RefitdError:
     """The exception for a `Failed` reply."""
     if failed.code is ErrorCode.NO_SESSION:
-        # Final for the session, not for the caller: the next call opens another.
-        return SessionLost(failed.message, code=failed.code, details=failed.details)
+        # Final for the session, not for the caller.
+        message = "the daemon has ended this session, whose lease ran out, or ends itself: the next call opens another"
+        return SessionLost(message, code=failed.code, details=failed.details)
     return RefitdError(
         failed.message, code=failed.code, fault=failed.fault, retryable=failed.retryable, details=failed.details
     )

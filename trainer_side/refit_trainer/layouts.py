@@ -97,7 +97,8 @@ def _named_pair(item: NamedTensor) -> NamedTensor:
     if not isinstance(item, tuple | list) or len(item) != 2:
         raise TypeError(f"{TAKES}; this one yields a {type(item).__name__}")
     name, tensor = item
-    if not isinstance(name, str) or not hasattr(tensor, "dtype"):
+    # Not of NumPy: what is no torch.Tensor has no address to be read from. Importing this module imports no torch.
+    if not isinstance(name, str) or not hasattr(tensor, "data_ptr"):
         raise TypeError(f"{TAKES}; this one yields a pair of {type(name).__name__} and {type(tensor).__name__}")
     return name, tensor
 

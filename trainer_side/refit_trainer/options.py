@@ -37,6 +37,7 @@ Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
 Patience: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 Version: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+Names: TypeAlias = Annotated[list[str], msgspec.Meta(min_length=1)]
 
 
 def check_options(call: str, options: Mapping[str, Any], kind: type) -> None:
@@ -97,8 +98,8 @@ def _words(kind: Type) -> list[str]:
             return [words for each in kinds for words in _words(each)]
         case LiteralType(values=values):
             return [repr(value) for value in values]
-        case ListType(item_type=item):
-            return [f"a list of {_any_of(_words(item))}"]
+        case ListType(item_type=item, min_length=least):
+            return [f"a {'non-empty ' if least else ''}list of {_any_of(_words(item))}"]
         case DictType(value_type=value):
             return [f"a dict of {_any_of(_words(value))}"]
         case TupleType(item_types=items):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypedDict, cast
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refit_protocol.messages import Generate, Sampling
-from refit_trainer.options import check_options, checked
+from refit_trainer.options import check_names, check_options, checked
 
 # One prompt: token ids as a list, an array or a one-dimensional tensor; or text.
 Prompt: TypeAlias = "Sequence[int] | npt.NDArray[np.integer[Any]] | str | Any"
@@ -49,8 +49,17 @@ class Reading:
 
 def reading_of(options: GenerateOptions) -> Reading:
     """Raises as `check_options` does."""
+    check_generate_names(options, GenerateOptions)
     check_options("generate", options, GenerateOptions)
     return Reading(options.get("deadline_seconds"), options.get("incomplete", "raise"))
+
+
+def check_generate_names(options: Mapping[str, Any], kind: type) -> None:
+    """Raises TypeError for an option that `kind`, one of the typed dictionaries here or a larger one, does not have."""
+    if misplaced := sorted(options.keys() & set(Sampling.__struct_fields__)):
+        named = misplaced[0]
+        raise TypeError(f"generate() has no option {named!r}: it belongs into the sampling, Sampling({named}=...)")
+    check_names("generate", options, kind)
 
 
 def generate_command(

@@ -14,7 +14,7 @@ from refit_protocol.messages import (
     WeightsRestored,
 )
 from refit_trainer.connection import Connection
-from refit_trainer.options import Seconds, Version, check_options
+from refit_trainer.options import Names, Seconds, Version, check_options
 from refit_trainer.replies import GRACE_SECONDS
 from refit_trainer.writer import WriterRole
 
@@ -34,7 +34,7 @@ class CommitOptions(TypedDict, total=False):
 class RefitOptions(CommitOptions, total=False):
     """`only` names the tensors of a partial refit."""
 
-    only: list[str] | None
+    only: Names | None
 
 
 class PrepareOptions(RefitOptions, total=False):

@@ -99,6 +99,7 @@ def share_parameters(module: _Module) -> _Module:
     memory, on several kinds of devices, sharded in a way that leaves no box of elements here, or, where they have to be
     moved, parts of a flat buffer that something else holds (Megatron, DeepSpeed, Apex).
     """
+    _require_module(module, "share_parameters")
     bare = bare_module(module)
     known = _export_of(bare)
     if known is None or known.changed_part() is not None:
@@ -108,6 +109,7 @@ def share_parameters(module: _Module) -> _Module:
 
 def unshare_parameters(module: torch.nn.Module) -> None:
     """Closes the export of `module`, if it has one; its parameters stay valid where they are."""
+    _require_module(module, "unshare_parameters")
     bare = bare_module(module)
     shared = _export_of(bare)
     if shared is not None:
@@ -144,6 +146,12 @@ def shared_before(module: torch.nn.Module) -> SharedModule | None:
 def _export_of(bare: torch.nn.Module) -> SharedModule | None:
     shared: SharedModule | None = bare.__dict__.get(_EXPORT)
     return shared if shared is not None and shared.is_of(bare) else None
+
+
+def _require_module(module: object, call: str) -> None:
+    if not isinstance(module, torch.nn.Module):
+        named = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
+        raise TypeError(f"{call}() takes a torch.nn.Module, not {named}")
 
 
 def _check_plain(tensors: list[tuple[str, torch.Tensor]]) -> None:

@@ -24,8 +24,8 @@ from refit_trainer.fleet.turns import Turns
 from refit_trainer.inbox import Mailbox
 from refit_trainer.link import CurveKeys
 from refit_trainer.opening import Opening
-from refit_trainer.options import Count, Patience, Seconds, check_names, check_options
-from refit_trainer.prompts import GenerateOptions, Prompt, generate_command, reading_of
+from refit_trainer.options import Count, Patience, Seconds, check_options
+from refit_trainer.prompts import GenerateOptions, Prompt, check_generate_names, generate_command, reading_of
 from refit_trainer.refits import CommitOptions, RefitOptions, split_options
 from refit_trainer.replies import AsyncReplies, Item
 from refit_trainer.steps import Steps, walk
@@ -62,6 +62,11 @@ class FleetOptions(TypedDict, total=False):
     bucket_bytes: Count
 
 
+class _ConnectArguments(FleetOptions, total=False):
+    endpoints: list[str]
+    timeout_seconds: Seconds
+
+
 class FleetGenerateOptions(GenerateOptions, total=False):
     """`groups`: one a prompt; prompts of equal groups go to one daemon, as do those of one beginning without it.
 
@@ -93,7 +98,10 @@ class AsyncFleet:
 
         Raises `NoMember` if none does within `timeout_seconds`, `FleetMismatch` where they differ: see `require_same`.
         """
-        check_options("connect", options, FleetOptions)
+        if isinstance(endpoints, str):
+            raise TypeError("endpoints is one text: pass a list of endpoints")
+        said = {"endpoints": [*endpoints], "timeout_seconds": timeout_seconds, **options}
+        check_options("connect", said, _ConnectArguments)
         return Opening(lambda: _open(endpoints, timeout_seconds, options))
 
     async def join(self, timeout_seconds: float) -> None:
@@ -361,7 +369,7 @@ def order_of(
     prompts: Iterable[Prompt], sampling: Sampling | None, options: FleetGenerateOptions, *, whole: bool
 ) -> Order:
     """Raises TypeError or ValueError for what is no prompt, an option that cannot be, or groups that do not fit."""
-    check_names("generate", options, FleetGenerateOptions)
+    check_generate_names(options, FleetGenerateOptions)
     if isinstance(prompts, str):
         raise TypeError("prompts is one text: pass a list of prompts")
     listed, groups = list(prompts), options.get("groups")
