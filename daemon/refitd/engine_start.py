@@ -24,6 +24,8 @@ def engine_environment(config: Config) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": str(config.engine.cpu_kv_cache_gib),
         "VLLM_LOGGING_LEVEL": config.log.vllm_level,
         "VLLM_NO_USAGE_STATS": "1",
+        # Python's tracker removes what an engine that was ended at once has left, and calls that a leak.
+        "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
         # Weights are copied once and not read again soon: past 256 KiB (the slices of several workers
         # are small) glibc's memcpy should not read the destination's cache lines before it overwrites them. Measured:
         # nearly half the time of a refit on CPU. Read at exec.

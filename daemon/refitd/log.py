@@ -16,7 +16,7 @@ from typing import Literal, TextIO
 
 import structlog
 
-from refitd.loader_noise import LoaderNoise
+from refitd.vllm_noise import VllmNoise
 
 Level = Literal["debug", "info", "warning", "error"]
 
@@ -77,7 +77,7 @@ def exported_handler() -> logging.Handler:
     handler = _handler(Style(os.environ.get(STYLE_VARIABLE, Style.TEXT)))
     handler.setLevel(os.environ.get(LEVEL_VARIABLE, "WARNING"))
     if handler.level > logging.DEBUG:
-        handler.addFilter(LoaderNoise())
+        handler.addFilter(VllmNoise())
     return handler
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from refit_trainer import Daemon, RefitdError
 from refitd import log
-from refitd.loader_noise import CAST, LEFT_ALONE
+from refitd.vllm_noise import CAST, ENDED_AT_ONCE, LEFT_ALONE
 from tests.cases.test_torn import AFTER_THREE_BUCKETS, SMALL_BUCKET_BYTES, failing_after
 from tests.daemon_process import DaemonProcess
 from tests.trainers import specs_of
@@ -117,9 +117,10 @@ def test_vllm_processes_write_like_the_daemon() -> None:
     assert fields(line, "event", "logger", "level") == ["KV cache is small", "vllm.engine", "warning"]
 
 
-@pytest.mark.parametrize(("level", "lines"), [("WARNING", 2), ("DEBUG", 4)])
-def test_loaders_warn_once_of_what_is_well(level: str, lines: int) -> None:
-    """Of dtypes that differ one line a pair instead of one a tensor, of layers without any none; unless debugging."""
+@pytest.mark.parametrize(("level", "lines"), [("WARNING", 2), ("DEBUG", 5)])
+def test_vllm_warns_once_of_what_is_well(level: str, lines: int) -> None:
+    """Of dtypes that differ one line a pair instead of one a tensor, of layers without any none, nor of an engine that
+    was to end at once; unless debugging."""
     environment: dict[str, str] = {}
     log.export(environment, vllm_level=level, json=True)
     code = (
@@ -130,6 +131,8 @@ def test_loaders_warn_once_of_what_is_well(level: str, lines: int) -> None:
         "    text = 'Attempted to load weight %s with dtype %s into parameter with dtype %s'\n"
         "    log.warning(text, name, 'torch.float32', 'torch.bfloat16')\n"
         "log.warning('%s: Failed to load weights', 'RotaryEmbedding')\n"
+        "killing = '[shutdown] Process manager: force killing remaining processes count=%d'\n"
+        "logging.getLogger('vllm.v1.utils').warning(killing, 1)\n"
         "log.warning('%s: Failed to find weights', 'Other')\n"
     )
     found = lines_of(code, **environment)
@@ -140,13 +143,15 @@ def test_loaders_warn_once_of_what_is_well(level: str, lines: int) -> None:
 
 
 def test_vllm_says_what_is_left_out_in_these_words() -> None:
-    """Another release may word it otherwise; then it is loud again, and the two texts have to follow."""
+    """Another release may word it otherwise; then it is loud again, and the texts have to follow."""
     package = find_spec("vllm")
     assert package is not None
     assert package.origin is not None
-    loaders = Path(package.origin).parent / "model_executor"
+    vllm = Path(package.origin).parent
+    loaders = vllm / "model_executor"
     assert CAST in (loaders / "models" / "utils.py").read_text()
     assert f'"{LEFT_ALONE}"' in (loaders / "model_loader" / "reload" / "layerwise.py").read_text()
+    assert f'"{ENDED_AT_ONCE}' in (vllm / "v1" / "utils.py").read_text()
 
 
 def test_an_operators_own_vllm_logging_wins() -> None:

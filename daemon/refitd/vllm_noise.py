@@ -1,4 +1,4 @@
-"""What vLLM's loaders warn of at every trace, load and refit although all is well: one line instead of many."""
+"""What vLLM warns of at every trace, load, refit and stop although all is well: one line instead of many, or none."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import logging
 CAST = "Attempted to load weight %s with dtype %s into "
 # Said of tied and computed layers, which no checkpoint has weights for; what is missing the manifest check names.
 LEFT_ALONE = "%s: Failed to load weights"
+# `Engine.stop` has it end them at once. vLLM has a line with their number, and one for each.
+ENDED_AT_ONCE = "[shutdown] Process manager: force killing remaining process"
 
 
-class LoaderNoise(logging.Filter):
+class VllmNoise(logging.Filter):
     """For the handlers of vLLM's processes; `debug` is the level that shows these lines as they are."""
 
     def __init__(self) -> None:
@@ -21,7 +23,7 @@ class LoaderNoise(logging.Filter):
         text = str(record.msg)
         if text.startswith(CAST):
             return self._first_of_its_kind(record)
-        return text != LEFT_ALONE
+        return text != LEFT_ALONE and not text.startswith(ENDED_AT_ONCE)
 
     def _first_of_its_kind(self, record: logging.LogRecord) -> bool:
         """Becomes the one line that says between which dtypes weights are cast."""
