@@ -137,7 +137,7 @@ def test_held_commit_is_published_by_finish(
     before = daemon.status().version
     held = writer.ask(CommitRefit(epoch=epoch, source=source, hold=True), RefitHeld)
     status = daemon.status()
-    assert (status.state, status.version) == (EngineState.REFITTING, before)
+    assert (status.state, status.open_refit, status.version) == (EngineState.REFITTING, "held", before)
     report = writer.ask(FinishRefit(epoch=epoch, refit=held.refit), RefitCommitted).report
     assert (report.version, report.digest) == (before + 1, held.digest)
     assert held.version == report.version

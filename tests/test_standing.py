@@ -174,6 +174,7 @@ def test_the_next_commit_takes_up_what_stands_by(start: Start) -> None:
                 assert (report.version, report.stood_by) == (version, True)
                 assert (trainer.calls[-1], trainer.standing.is_up) == ("refitd_commit", False)
                 await trainer.until(Standing.UP)
+                assert trainer.scripted.app.lifecycle.read_status().stands_by
             assert "refitd_give_way" not in trainer.calls
 
     asyncio.run(run())

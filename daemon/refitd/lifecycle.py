@@ -171,6 +171,8 @@ class Lifecycle:
             devices=[] if info is None else info.devices,
             adapters=sorted(self._adapters.loaded),
             recent_refits=[_summary(report) for report in self._commit.reports],
+            open_refit=self._refit.open_phase,
+            stands_by=self._refit.stands_by,
         )
 
     def manifest(self, call: Call) -> Answer:

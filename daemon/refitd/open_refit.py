@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from refit_protocol.errors import ErrorCode, ProtocolError
-from refit_protocol.messages import RefitHeld
+from refit_protocol.messages import OpenPhase, RefitHeld
 from refit_protocol.tensors import TensorShape, check_shape, check_unique
 from refitd.commit import Ticket
 from refitd.ranks import combine_digests
@@ -111,6 +111,13 @@ class OpenRefit:
         """How long it may stay open without a word of its trainer."""
         held_seconds = self.ticket.remaining_seconds
         return held_seconds if self.preparation is None else min(held_seconds, self.preparation.hold_seconds)
+
+    @property
+    def phase(self) -> OpenPhase:
+        """What its trainer's next word is awaited for."""
+        if self.held is not None:
+            return "held"
+        return "receiving" if self.preparation is None else "prepared"
 
     def as_held(self) -> RefitHeld:
         """What its trainer is told when only publishing is left."""

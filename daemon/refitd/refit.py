@@ -21,6 +21,7 @@ from refit_protocol.messages import (
     CommitRefit,
     GetDigest,
     JoinCollective,
+    OpenPhase,
     OpenSource,
     PrepareRefit,
     RefitCommitted,
@@ -54,7 +55,7 @@ from refitd.running import Running
 from refitd.sessions import Answer, Call, Session
 from refitd.source import Source
 from refitd.sources import Sources
-from refitd.standing import StandBy
+from refitd.standing import StandBy, Standing
 from refitd.terms import hold_seconds, ticket_for, wait_seconds
 from refitd.writer import Writer
 
@@ -83,6 +84,15 @@ class Refit:
     @property
     def sources(self) -> int:
         return len(self._sources)
+
+    @property
+    def open_phase(self) -> OpenPhase | None:
+        """Of the refit that waits for its trainer's next word, if one does."""
+        return None if self._window.refit is None else self._window.refit.phase
+
+    @property
+    def stands_by(self) -> bool:
+        return self._standing.state is Standing.UP
 
     # --- the writer ---------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from refit_protocol.messages import RefitReport, RefitSummary, Status
+from refit_protocol.messages import OpenPhase, RefitReport, RefitSummary, Status
 from refit_protocol.states import EngineState
 
 STATE_STYLES = {
@@ -26,6 +26,11 @@ STATE_STYLES = {
     EngineState.DRAINING: "yellow",
     EngineState.TORN: "bold red",
     EngineState.DEAD: "bold red",
+}
+OPEN_REFITS: dict[OpenPhase, str] = {
+    "receiving": "more is to come of the trainer",
+    "prepared": "prepared, the engine waits for the trainer's refit()",
+    "held": "all is written, the trainer is to publish or abort it",
 }
 PHASES = ("validate", "gate", "copy", "attest", "publish")
 BAR_WIDTH = 40
@@ -109,7 +114,7 @@ def _trouble(status: Status) -> Iterator[RenderableType]:
 
 def _facts(status: Status) -> RenderableType:
     table = Table.grid(padding=(0, 2))
-    state = Text(status.state.value, STATE_STYLES[status.state])
+    state = Text(_state_text(status), STATE_STYLES[status.state])
     rows: list[tuple[str, str | Text]] = [
         ("state", state),
         ("model", "not loaded" if status.model is None else status.model.name),
@@ -125,6 +130,12 @@ def _facts(status: Status) -> RenderableType:
     for name, value in rows:
         table.add_row(Text(name, "dim"), value)
     return table
+
+
+def _state_text(status: Status) -> str:
+    if status.open_refit is not None:
+        return f"{status.state.value}: {OPEN_REFITS[status.open_refit]}"
+    return f"{status.state.value}, a refit stands by" if status.stands_by else status.state.value
 
 
 def _daemon_text(status: Status) -> str:

@@ -104,7 +104,7 @@ def test_a_prepared_refit_mends_torn_weights(unprotected: DaemonProcess, model: 
             daemon.prepare_refit(model, only=["model.norm.weight"])
         assert partial.value.code is ErrorCode.TORN
         with daemon.prepare_refit(model):
-            assert daemon.status().state is EngineState.REFITTING
+            assert (daemon.status().state, daemon.status().open_refit) == (EngineState.REFITTING, "prepared")
         assert daemon.status().state is EngineState.TORN
         with daemon.prepare_refit(model) as prepared:
             prepared.refit()
@@ -219,6 +219,7 @@ def test_a_bucket_without_pieces_writes_nothing(unprotected: DaemonProcess, mode
         daemon.refit(model)
         daemon.release_writer()
         with unharmed(daemon), open_refit(unprotected.endpoint, model) as (writer, epoch, refit):
+            assert daemon.status().open_refit == "receiving"
             apply = ApplyBucket(epoch=epoch, refit=refit, bucket=0, pieces=[])
             assert writer.ask(apply, BucketApplied).size_bytes == 0
             assert writer.ask(AbortRefit(epoch=epoch, refit=refit), RefitAborted).state is EngineState.READY

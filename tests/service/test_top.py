@@ -110,6 +110,22 @@ def test_a_torn_engine_says_what_to_do() -> None:
     assert "->" not in text_of(status_view(STATUS))
 
 
+@pytest.mark.parametrize(
+    ("status", "says"),
+    [
+        ({"state": EngineState.REFITTING, "open_refit": "receiving"}, "refitting: more is to come of the trainer"),
+        ({"state": EngineState.REFITTING, "open_refit": "prepared"}, "refitting: prepared, the engine waits for"),
+        ({"state": EngineState.REFITTING, "open_refit": "held"}, "refitting: all is written, the trainer is to"),
+        ({"stands_by": True}, "ready, a refit stands by"),
+    ],
+)
+def test_what_an_engine_waits_for_is_said(status: dict[str, Any], says: str) -> None:
+    """Else nobody would know why nothing is generated, nor whether refits stand by at all."""
+    seen = changed(STATUS, **status)
+    for view in (status_view(seen), top_view(History(Moment(1.0, seen)), "e")):
+        assert says in text_of(view)
+
+
 def test_eighty_columns_are_enough() -> None:
     """No heading and no unit is cut or wrapped in a plain terminal or a pipe, also where refits are slow."""
     slow = RefitMilliseconds(validate=1.11, gate=59999.0, copy=98765.4, attest=99.99, publish=0.05, total=160_001.0)

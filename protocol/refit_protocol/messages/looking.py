@@ -21,11 +21,13 @@ __all__ = [
     "LoggerMetrics",
     "Manifest",
     "ManifestTensor",
+    "OpenPhase",
     "Status",
     "WeightsDigest",
 ]
 
 LoadPhase = Literal["starting the engine", "loading weights", "warming up"]
+OpenPhase = Literal["receiving", "prepared", "held"]
 
 
 class GetStatus(Command, frozen=True, kw_only=True):
@@ -68,6 +70,8 @@ class Status(Fact, frozen=True, kw_only=True):
     adapters: list[str] = []
     load_phase: LoadPhase | None = None
     recent_refits: list[RefitSummary] = []
+    open_refit: OpenPhase | None = None
+    stands_by: bool = False
 
 
 class GetManifest(Command, frozen=True, kw_only=True):
