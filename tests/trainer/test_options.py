@@ -65,6 +65,14 @@ SAMPLING: list[tuple[dict[str, Any], Refused]] = [
     ({"structured": "json"}, (TypeError, "structured is 'json': it has to be StructuredOutputs or None")),
     ({"structured": {"regex": "a", "backend": "x"}}, (ValueError, "structured is .*: it has to be StructuredOutputs")),
 ]
+GROUPS: list[tuple[dict[str, Any], Refused]] = [
+    ({"port": 70_000}, (ValueError, "port is 70000: it has to be a whole number from 0 to 65535")),
+    ({"port": "80"}, (TypeError, "port is '80'")),
+    ({"trainer_ranks": 0}, (ValueError, "trainer_ranks is 0: it has to be a whole number from 1 on")),
+    ({"bucket_bytes": 0.5}, (TypeError, "bucket_bytes is 0.5")),
+    ({"timeout_seconds": 0}, (ValueError, "timeout_seconds is 0: it has to be a number above 0")),
+    ({"world_size": 2}, (TypeError, r"collective\(\) has no option 'world_size'; it has .*trainer_ranks")),
+]
 SERVICE: list[tuple[Callable[[Any], Any], Refused]] = [
     (lambda daemon: daemon.sleep(level=3), (ValueError, "level is 3: it has to be 1 or 2")),
     (lambda daemon: daemon.sleep(policy="wait"), (ValueError, "policy is 'wait'")),
@@ -154,6 +162,11 @@ def test_a_sampling_that_cannot_be(fields: dict[str, Any], refused: Refused, pee
 @pytest.mark.parametrize(("use", "refused"), SERVICE)
 def test_what_an_engine_cannot_do(use: Callable[[Any], Any], refused: Refused, peer: Peer) -> None:
     refused_by_both(peer, use, refused)
+
+
+@pytest.mark.parametrize(("options", "refused"), GROUPS)
+def test_a_group_that_cannot_be(options: dict[str, Any], refused: Refused, peer: Peer) -> None:
+    refused_by_both(peer, lambda daemon: daemon.collective(**options), refused)
 
 
 def test_what_a_fleet_cannot_do(peer: Peer, model: torch.nn.Module) -> None:

@@ -17,7 +17,7 @@ from refit_trainer.broadcast_refits import BroadcastRefit, join_group, leave_gro
 from refit_trainer.connection import Connection
 from refit_trainer.layouts import announced, check_selection, selected
 from refit_trainer.names import checkpoint_tensors
-from refit_trainer.options import check_names
+from refit_trainer.options import Count, Port, Seconds, check_options
 from refit_trainer.process_group import TIMEOUT_SECONDS, BroadcastGroup, Listener, local_address, terms_of
 from refit_trainer.refits import RefitOptions, split_options
 from refit_trainer.steps import Loop, Steps, walk, walk_blocking
@@ -41,11 +41,11 @@ class CollectiveOptions(TypedDict, total=False):
     the trainer are members, 1 by default; the others call `BroadcastGroup.join` and `attend`.
     """
 
-    port: int
+    port: Port
     device: torch.device | str
-    bucket_bytes: int
-    timeout_seconds: float
-    trainer_ranks: int
+    bucket_bytes: Count
+    timeout_seconds: Seconds
+    trainer_ranks: Count
 
 
 class Broadcaster:
@@ -164,7 +164,9 @@ def form_steps(
     options: CollectiveOptions,
 ) -> Steps[Broadcaster]:
     """Hosts a group and has the engine's workers join it. Raises `RefitdError` with code `collective_failed`."""
-    check_names("collective", options, CollectiveOptions)
+    # What may be a device is PyTorch's to say.
+    others = {name: value for name, value in options.items() if name != "device"}
+    check_options("collective", others, CollectiveOptions)
     status: Status = yield ask_status()
     trainer_ranks = options.get("trainer_ranks", 1)
     timeout_seconds = options.get("timeout_seconds", TIMEOUT_SECONDS)

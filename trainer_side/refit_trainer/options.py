@@ -36,6 +36,7 @@ _Said = TypeVar("_Said", bound=Request | Sampling)
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
 Patience: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+Port: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Version: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 Names: TypeAlias = Annotated[list[str], msgspec.Meta(min_length=1)]
 
@@ -119,4 +120,6 @@ def _number(kind: FloatType | IntType) -> str:
     noun = "a whole number" if isinstance(kind, IntType) else "a number"
     if kind.gt is not None:
         return f"{noun} above {kind.gt:g}"
-    return noun if kind.ge is None else f"{noun} from {kind.ge:g} on"
+    if kind.ge is None:
+        return noun
+    return f"{noun} from {kind.ge:g} {'on' if kind.le is None else f'to {kind.le}'}"
