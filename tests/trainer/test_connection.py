@@ -26,6 +26,7 @@ from refit_protocol.messages import (
     VersionRun,
 )
 from refit_trainer import AsyncDaemon, Daemon, DaemonRestarted, DaemonUnreachable, RefitdError, SessionLost
+from refit_trainer.link import CurveKeys
 from tests.trainer.background import in_background
 from tests.trainer.peer import (
     FINISHED,
@@ -266,3 +267,20 @@ def test_a_request_lost_with_its_connection_is_not_the_callers_mistake(peer: Pee
     with pytest.raises(DaemonUnreachable) as caught:
         next(deltas)
     assert (caught.value.fault, caught.value.retryable) == (Fault.DAEMON, True)
+
+
+KEY = b"0" * 40
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "curve", "says"),
+    [
+        ("tcp://127.0.0.1", None, "'tcp://127.0.0.1' is no ipc:///path and no tcp://host:port"),
+        ("tcp://127.0.0.1:9", CurveKeys(KEY, KEY, b"secret"), "curve: a key has to be 40 characters of Z85"),
+        ("tcp://127.0.0.1:9", CurveKeys(KEY, KEY, None), "curve: a key .* as bytes"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_no_socket_can_be_connected_to_is_said_at_once(endpoint: str, curve: CurveKeys | None, says: str) -> None:
+    """Not waited for: nothing but the caller can change it."""
+    with pytest.raises(ValueError, match=says):
+        Daemon.connect(endpoint, curve=curve)

@@ -46,7 +46,7 @@ from refit_trainer.errors import (
     UsedAfterFork,
 )
 from refit_trainer.inbox import Generation, Inbox, Mailbox, protocol_broken
-from refit_trainer.link import CurveKeys, Link, LinkRefusedError
+from refit_trainer.link import AddressRefusedError, CurveKeys, Link, LinkRefusedError
 
 _GOODBYE_SECONDS = 1.0
 _PAUSE_BEFORE_RECONNECT_SECONDS = 0.1
@@ -200,6 +200,8 @@ class Connection:
                 await asyncio.sleep(_PAUSE_BEFORE_RECONNECT_SECONDS)
         except RefitdError as error:
             self._finish(error)
+        except AddressRefusedError as error:
+            self._fail_to_open(error)
         # The boundary of the task: a bug must reach whoever waits, not only the log.
         except Exception as error:  # noqa: BLE001
             self._finish(_bug(error))
@@ -398,10 +400,14 @@ class Connection:
         self._end_patience()
         self._inbox.fail_answers(error)
         self._inbox.fail_generations(error)
-        if self._opened is not None and not self._opened.done():
-            self._opened.set_exception(error)
+        self._fail_to_open(error)
         # Whoever waits for the connection finds `_end` instead.
         self._up.set()
+
+    def _fail_to_open(self, error: Exception) -> None:
+        """Nothing where it is open, or is waited for no more."""
+        if self._opened is not None and not self._opened.done():
+            self._opened.set_exception(error)
 
     # --- requests ---
 

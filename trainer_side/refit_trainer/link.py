@@ -38,6 +38,10 @@ class LinkRefusedError(Exception):
     """The peer does not accept our keys, or is no ZeroMQ peer."""
 
 
+class AddressRefusedError(ValueError):
+    """No socket can be connected to this endpoint, or with these keys, however often it is tried."""
+
+
 class _Watched:
     """A socket on the running event loop. Its descriptor says only that something may have changed, once: so the socket
     is looked at after each of its events and after each send."""
@@ -118,7 +122,8 @@ class _Watched:
 class Link:
     """Connects in the background from the start; `connected()` and `broken()` wait for either turn.
 
-    `take` gets the frames of each message, without the delimiter, on the running event loop.
+    `take` gets the frames of each message, without the delimiter, on the running event loop. Raises
+    `AddressRefusedError`.
     """
 
     def __init__(
@@ -130,11 +135,16 @@ class Link:
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MILLISECONDS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MILLISECONDS)
-        _apply_curve(socket, curve)
         self._events: asyncio.Queue[zmq.Event] = asyncio.Queue()
         self._monitor = _Watched(socket.get_monitor_socket(_WATCHED_EVENTS), self._note)
         self._messages = _Watched(socket, lambda frames: take(frames[1:]))
-        socket.connect(endpoint)
+        try:
+            _apply_curve(socket, curve)
+            _connect(socket, endpoint)
+        except BaseException:
+            # The end of the context would wait for it.
+            self.close()
+            raise
 
     async def connected(self) -> None:
         """Returns once the peer has shaken hands, whenever that is; raises `LinkRefusedError` if it will not."""
@@ -167,6 +177,16 @@ class Link:
 def _apply_curve(socket: zmq.Socket[bytes], curve: CurveKeys | None) -> None:
     if curve is None:
         return
-    socket.curve_serverkey = curve.server_public
-    socket.curve_publickey = curve.client_public
-    socket.curve_secretkey = curve.client_secret
+    try:
+        socket.curve_serverkey = curve.server_public
+        socket.curve_publickey = curve.client_public
+        socket.curve_secretkey = curve.client_secret
+    except (zmq.ZMQError, TypeError) as error:
+        raise AddressRefusedError(f"curve: a key has to be 40 characters of Z85, as bytes: {error}") from None
+
+
+def _connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        raise AddressRefusedError(f"endpoint {endpoint!r} is no ipc:///path and no tcp://host:port: {error}") from None
