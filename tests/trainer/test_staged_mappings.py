@@ -15,7 +15,7 @@ from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import Manifest
 from refit_protocol.tensors import TensorShape
 from refit_trainer.backends import Buckets
-from refit_trainer.errors import RefitdError
+from refit_trainer.errors import RefitdError, RequestTimedOut
 from refit_trainer.memory import MemfdMemory
 from refit_trainer.packing import Ahead, FilledBucket
 from refit_trainer.packing_plan import MemoryCopies, PackingPlan
@@ -180,9 +180,9 @@ def test_refits_of_two_threads_take_turns(staging: Staging, target: Target, monk
     target.events.clear()
     waits, wait = threading.Event(), _Turn.wait
 
-    async def noted(turn: _Turn) -> None:
+    async def noted(turn: _Turn, timeout_seconds: float | None) -> None:
         waits.set()
-        await wait(turn)
+        await wait(turn, timeout_seconds)
 
     monkeypatch.setattr(_Turn, "wait", noted)
     threads = []
@@ -214,6 +214,14 @@ def test_who_stops_waiting_for_its_turn_leaves_it_to_others(staging: Staging, ta
         await walk(staging.refit(target, weights_of(1), None, None, {}, no_manifest))
 
     asyncio.run(scenario())
+    assert same(target.tensors, weights_of(1))
+
+
+def test_a_turn_is_waited_for_no_longer_than_the_refits_deadline(staging: Staging, target: Target) -> None:
+    """As where an iterator that is being packed refits by its own client: that turn never comes."""
+    with staging._in_use, pytest.raises(RequestTimedOut, match="another refit has filled the buckets"):
+        asyncio.run(walk(staging.refit(target, weights_of(0), None, None, {"deadline_seconds": 0.01}, no_manifest)))
+    refit(staging, target, weights_of(1))
     assert same(target.tensors, weights_of(1))
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from refit_protocol.messages import AcquireWriter, ReleaseWriter, WriterAcquired, WriterReleased
+from refit_trainer import RequestTimedOut
 from refit_trainer.connection import Connection, ConnectionOptions
 from refit_trainer.writer import WriterRole
 from tests.trainer.peer import Asked, Peer
@@ -89,6 +90,20 @@ def test_it_cannot_be_claimed_while_it_is_entered(peer: Peer) -> None:
         async with role_at(peer) as role:
             async with role.writing(BOUND_SECONDS):
                 assert not role.claim(object())
+            await refit(role)
+
+    asyncio.run(run())
+
+
+def test_a_turn_is_waited_for_no_longer_than_said(peer: Peer) -> None:
+    """Whoever gives up leaves it to others."""
+
+    async def run() -> None:
+        async with role_at(peer) as role:
+            async with role.writing(BOUND_SECONDS):
+                for other in (role.enter(0.01), role.acquire(takeover=True, timeout_seconds=0.01)):
+                    with pytest.raises(RequestTimedOut, match="another refit of this client"):
+                        await other
             await refit(role)
 
     asyncio.run(run())

@@ -17,7 +17,7 @@ from refit_protocol.tensors import TensorShape, aligned
 from refit_trainer.backends import Buckets, backend_for
 from refit_trainer.bucket_target import Beginning, BucketTarget, sent
 from refit_trainer.daemon_refit import AWAKE_SECONDS
-from refit_trainer.errors import UsedAfterFork
+from refit_trainer.errors import RequestTimedOut, UsedAfterFork
 from refit_trainer.layouts import (
     Layout,
     MappingLayout,
@@ -101,7 +101,7 @@ class Staging:
         turn = _Turn(self._in_use)
         try:
             if turn.is_contested:
-                yield turn.wait()
+                yield turn.wait(options.get("deadline_seconds"))
             if only is None and isinstance(weights, dict) and (planned := self._presumed(weights, target)) is not None:
                 try:
                     return (yield from self._run_presumed(target, weights, planned, options))
@@ -296,10 +296,15 @@ class _Turn:
         self._has_come = in_use.acquire(blocking=False)
         self.is_contested = not self._has_come
 
-    async def wait(self) -> None:
-        while not self._has_come:
-            await asyncio.sleep(_LOOK_SECONDS)
-            self._has_come = self._in_use.acquire(blocking=False)
+    async def wait(self, timeout_seconds: float | None) -> None:
+        """Raises `RequestTimedOut`."""
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                while not self._has_come:
+                    await asyncio.sleep(_LOOK_SECONDS)
+                    self._has_come = self._in_use.acquire(blocking=False)
+        except TimeoutError:
+            raise RequestTimedOut(f"another refit has filled the buckets for {timeout_seconds:g} s") from None
 
     def end(self) -> None:
         """Nothing where it has not come."""

@@ -25,7 +25,7 @@ from refit_protocol.tensors import SourceTensor, TensorShape
 from refit_trainer.backends import Bell, ExportedMemory
 from refit_trainer.connection import Connection
 from refit_trainer.early_commit import Done, ReleaseWord
-from refit_trainer.errors import DaemonRestarted, DaemonUnreachable, RefitdError
+from refit_trainer.errors import DaemonRestarted, DaemonUnreachable, RefitdError, RequestTimedOut
 
 if TYPE_CHECKING:
     from refit_trainer.packing import FilledBucket
@@ -66,12 +66,12 @@ class WriterRole:
         self._next: object | None = None
 
     async def acquire(self, *, takeover: bool, timeout_seconds: float) -> None:
-        async with self._turn():
+        async with self._turn(timeout_seconds):
             await self._acquire(takeover=takeover, timeout_seconds=timeout_seconds)
 
     async def release(self, *, timeout_seconds: float) -> None:
         """Gives the role up; the daemon closes our sources with it."""
-        async with self._turn():
+        async with self._turn(timeout_seconds):
             await self.give_up(timeout_seconds=timeout_seconds)
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class WriterRole:
 
     async def enter(self, timeout_seconds: float, claimant: object | None = None) -> int:
         """The epoch, in which nothing is under way that was given up before."""
-        await self._take_turn(claimant)
+        await self._take_turn(claimant, timeout_seconds)
         try:
             if self._is_in_doubt:
                 await self.give_up(timeout_seconds=timeout_seconds)
@@ -227,14 +227,22 @@ class WriterRole:
         return self._layouts.setdefault(source, {})
 
     @contextlib.asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        await self._take_turn(None)
+    async def _turn(self, timeout_seconds: float) -> AsyncIterator[None]:
+        await self._take_turn(None, timeout_seconds)
         try:
             yield
         finally:
             self._lock.release()
 
-    async def _take_turn(self, claimant: object | None) -> None:
+    async def _take_turn(self, claimant: object | None, timeout_seconds: float) -> None:
+        """Raises `RequestTimedOut`, as where an iterator that a refit reads asks its own client for the role."""
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self._turn_has_come(claimant)
+        except TimeoutError:
+            raise RequestTimedOut(f"another refit of this client has not ended in {timeout_seconds:g} s") from None
+
+    async def _turn_has_come(self, claimant: object | None) -> None:
         await self._lock.acquire()
         while self._next is not None and self._next is not claimant:
             self._lock.release()
