@@ -12,7 +12,7 @@ import torch
 from refit_protocol.errors import ErrorCode
 from refit_protocol.messages import Manifest, ManifestTensor
 from refit_protocol.tensors import DType, TensorShape
-from refit_trainer import LayoutMismatch, layouts
+from refit_trainer import LayoutMismatch, NotShareable, layouts
 from refit_trainer.layouts import MappingLayout, announced, layout_of, named_pairs, predicted_layout
 
 
@@ -33,6 +33,13 @@ def test_what_are_no_pairs_of_names_and_tensors(given: Any, says: str) -> None:
     with pytest.raises(TypeError, match=r"a refit takes a module, .* \(name, tensor\) pairs") as caught:
         list(named_pairs(given))
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(2, device="meta"), torch.eye(2).to_sparse()], ids=["meta", "sparse"])
+def test_a_tensor_without_elements_is_refused_before_anything_is_packed(tensor: torch.Tensor) -> None:
+    """As offloading leaves them; a refit that fails half-way leaves the engine torn."""
+    with pytest.raises(NotShareable, match="last has no elements to copy"):
+        MappingLayout().of({"first": torch.ones(2), "last": tensor})
 
 
 def test_any_iterable_of_pairs_will_do() -> None:

@@ -85,7 +85,8 @@ def _exact(spec: TensorShape) -> TensorShape:
 
 
 def named_pairs(weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-    """Raises TypeError, saying what a refit takes, for anything but pairs of a name and a tensor."""
+    """Raises TypeError, saying what a refit takes, for anything but pairs of a name and a tensor; `NotShareable` for a
+    tensor without elements."""
     try:
         iterator = iter(weights)
     except TypeError:
@@ -100,7 +101,17 @@ def _named_pair(item: NamedTensor) -> NamedTensor:
     # Not of NumPy: what is no torch.Tensor has no address to be read from. Importing this module imports no torch.
     if not isinstance(name, str) or not hasattr(tensor, "data_ptr"):
         raise TypeError(f"{TAKES}; this one yields a pair of {type(name).__name__} and {type(tensor).__name__}")
+    _require_elements(name, tensor)
     return name, tensor
+
+
+def _require_elements(name: str, tensor: torch.Tensor) -> None:
+    """Else it is found out while it is packed, when the engine may have read others already."""
+    if tensor.is_meta or str(tensor.layout) != "torch.strided":
+        raise NotShareable(
+            f"{name} has no elements to copy, it is on {tensor.device} and {tensor.layout}: give a dense tensor that "
+            "has been loaded (offloading leaves parameters on meta)"
+        )
 
 
 def predicted_layout(manifest: Manifest, name: str, first: torch.Tensor) -> Layout:
