@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import math
 import signal
 import sys
@@ -13,7 +14,8 @@ import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from types import FrameType
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -49,6 +51,8 @@ from refit_trainer import (
     share_parameters,
     writer,
 )
+from refit_trainer import client as client_module
+from refit_trainer import prepared as prepared_module
 from refit_trainer.memory import Memfd
 from refit_trainer.prepared import take
 from refit_trainer.report import ComingReport
@@ -60,6 +64,9 @@ from tests.trainer.peer import Asked, Peer
 from tests.waiting import LOOK_SECONDS, until
 
 EPOCH, SOURCE, REFIT, RING, WORKERS = 7, 1, 5, 17, 2
+
+
+TraceFunction: TypeAlias = Callable[[FrameType, str, Any], Any]
 
 
 class ListedBell:
@@ -640,6 +647,68 @@ def test_an_interrupted_trainer_has_ended_it(
     interrupting.join()
     assert daemon.since_prepared() == ([ReleaseWriter] if command is PrepareRefit else [FinishRefit, AbortRefit])
     daemon.silent.clear()
+    assert client.refit(model) == REPORT
+
+
+@pytest.mark.filterwarnings("error:a prepared refit was left")
+def test_where_warnings_are_errors_a_block_that_was_left_is_withdrawn_too(
+    peer: Peer, client: Daemon, daemon: Answering, model: torch.nn.Module
+) -> None:
+    with pytest.raises(RuntimeWarning, match="without refit"), client.prepare_refit(model):
+        pass
+    assert daemon.since_prepared() == [AbortRefit]
+    daemon.asked.clear()
+
+    async def run() -> None:
+        async with await AsyncDaemon.connect(peer.endpoint) as other, await other.prepare_refit(model):
+            pass
+
+    with pytest.raises(RuntimeWarning, match="without refit"):
+        asyncio.run(run())
+    assert daemon.since_prepared() == [AbortRefit]
+
+
+def interrupting(line: int) -> TraceFunction:
+    """Before the `line`-th line of the client that this thread comes to, as Ctrl-C may."""
+    lines = itertools.count(1)
+
+    def trace(frame: FrameType, event: str, _argument: object) -> TraceFunction | None:
+        if frame.f_code.co_filename not in (prepared_module.__file__, client_module.__file__):
+            return None
+        if event == "line" and next(lines) == line:
+            raise KeyboardInterrupt
+        return trace
+
+    return trace
+
+
+def is_interrupted(client: Daemon, model: torch.nn.Module, line: int, *, refits: bool) -> bool:
+    before = sys.gettrace()
+    try:
+        with client.prepare_refit(model) as prepared:
+            sys.settrace(interrupting(line))
+            if refits:
+                prepared.refit()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+# The block is left before its first line.
+@pytest.mark.parametrize(("refits", "first"), [(True, 1), (False, 2)], ids=["refit", "leave"])
+@pytest.mark.filterwarnings("ignore:a prepared refit was left", "ignore:coroutine .* was never awaited")
+def test_an_interrupt_at_any_line_of_its_end_leaves_nothing_held(
+    client: Daemon, daemon: Answering, model: torch.nn.Module, refits: bool, first: int
+) -> None:
+    """Else the engine would stand still for all of `hold_seconds`, and the next refit be refused."""
+    for line in itertools.count(first):
+        daemon.asked.clear()
+        if not is_interrupted(client, model, line, refits=refits):
+            break
+        until(lambda: {AbortRefit, FinishRefit} & {*daemon.since_prepared()}, f"the end, interrupted at line {line}")
+    assert line > first
     assert client.refit(model) == REPORT
 
 

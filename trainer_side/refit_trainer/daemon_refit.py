@@ -212,8 +212,8 @@ class DaemonRefit(OneRefit):
     async def publish_prepared(self) -> RefitReport:
         """Waits for no other refit of this session, which may be waiting for this one. Raises `unknown_refit` where it
         has ended."""
-        if not self._role.holds(self._epoch):
-            raise RefitdError("the refit has ended with the writer's role", code=ErrorCode.UNKNOWN_REFIT)
+        if self._number is None or not self._role.holds(self._epoch):
+            raise RefitdError("the refit was withdrawn, or the writer's role lost", code=ErrorCode.UNKNOWN_REFIT)
         return await self.finish()
 
     async def withdraw(self) -> None:

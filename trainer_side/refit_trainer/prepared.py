@@ -142,9 +142,9 @@ class Preparation:
         return self._ended is not None
 
     async def withdraw(self, how: str) -> None:
-        """Nothing where it has ended."""
-        if not self._ended:
-            self.end(how)
+        """Nothing where it is over, or is being published; what was interrupted on the way there is not."""
+        self._ended = self._ended or how
+        if self._publishing is None:
             await self._refit.withdraw()
 
     async def give_up(self, error: BaseException) -> None:
@@ -211,10 +211,10 @@ class PreparedRefit:
         self._preparation.end(REFITTED)
         try:
             self._preparation.ring()
+            self._publishing = self._thread.submit_first(self._preparation.publish())
         except BaseException as error:
             self._thread.call(self._preparation.give_up(error))
             raise
-        self._publishing = self._thread.submit_first(self._preparation.publish())
         try:
             self._preparation.watch(self._publishing)
             if not self._preparation.has_arrived:
@@ -244,11 +244,12 @@ class PreparedRefit:
 
     def abort(self) -> None:
         """Opens the gate again, nothing has changed; does nothing after `refit()`."""
-        self._withdraw(ABORTED)
+        if not self._preparation.has_ended:
+            self._withdraw(ABORTED)
 
     def _withdraw(self, how: str) -> None:
         self._unfinished.discard(self)
-        if not self._preparation.has_ended:
+        if self._publishing is None:
             # With a session that was closed, as by a signal's handler, the daemon has ended it.
             with suppress(ClientClosed):
                 self._thread.call(self._preparation.withdraw(how))
@@ -257,9 +258,14 @@ class PreparedRefit:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        if error_type is None:
-            self._preparation.warn_if_forgotten()
-        self._withdraw(LEFT)
+        try:
+            if error_type is None:
+                self._preparation.warn_if_forgotten()
+            self._withdraw(LEFT)
+        except BaseException:
+            # An interrupt may come before it is handed in; the second time there may be nothing to do.
+            self._withdraw(LEFT)
+            raise
         # What `refit` has raised the caller knows.
         if self._refitted and error_type is None:
             known_of(self.report())
@@ -314,9 +320,12 @@ class AsyncPreparedRefit:
         return self
 
     async def __aexit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        if error_type is None:
-            self._preparation.warn_if_forgotten()
-        await self._withdraw(LEFT)
+        try:
+            if error_type is None:
+                self._preparation.warn_if_forgotten()
+        finally:
+            # Also where warnings are errors.
+            await self._withdraw(LEFT)
 
 
 def _replace(unfinished: set[_Prepared], prepared: _Prepared) -> None:
