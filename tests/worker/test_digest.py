@@ -19,6 +19,7 @@ from refit_protocol.digest import (
 )
 from refit_protocol.errors import ProtocolError
 from refit_protocol.tensors import DType
+from refit_trainer import LayoutMismatch
 from refit_trainer.digest import weights_digest
 from refitd.worker.boxes import Box, Transfer
 from refitd.worker.digest import bits_of, route_sum
@@ -74,6 +75,15 @@ def test_trainer_counts_required_tensors_in_the_engines_dtype(mode: DigestMode) 
     changed = master.clone()
     changed[torch.unravel_index(torch.tensor(int(sampled_positions(NAME, 6300)[-1])), (70, 90))] += 1
     assert digest != weights_digest({NAME: changed}, described, mode)
+
+
+def test_weights_that_lack_a_required_tensor_are_refused_by_its_name() -> None:
+    """As those of another model: whether the engine serves them cannot be said."""
+    described = [Described(NAME, DType.BFLOAT16), Described("model.norm.weight", DType.BFLOAT16)]
+    with pytest.raises(LayoutMismatch, match=r"1 tensors .* not among these: model\.norm\.weight"):
+        weights_digest({NAME: torch.ones(2)}, described)
+    with pytest.raises(TypeError, match="a module or a mapping from names to tensors, no list"):
+        weights_digest([(NAME, torch.ones(2))], described)  # type: ignore[arg-type]
 
 
 def test_swapped_elements_and_names_show() -> None:

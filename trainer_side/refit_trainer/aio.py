@@ -196,7 +196,10 @@ class AsyncDaemon:
             return await self._ask(command, WeightsDigest, SLOW_SECONDS)
 
     async def verify(self, weights: torch.nn.Module | Mapping[str, torch.Tensor], *, full: bool = False) -> bool:
-        """Whether the engine serves exactly these weights, by the digests of both; `full` looks at every element."""
+        """Whether the engine serves exactly these weights, by the digests of both; `full` looks at every element.
+
+        Raises `LayoutMismatch` where one is missing that the engine needs.
+        """
         return await walk(self.verify_steps(weights, full=full))
 
     async def logger_metrics(self, clear: bool = False) -> LoggerMetrics:

@@ -14,7 +14,7 @@ from refit_protocol.digest import (
     to_hex,
 )
 from refit_protocol.tensors import DType
-from refit_trainer.errors import NotShareable
+from refit_trainer.errors import LayoutMismatch, NotShareable
 
 if TYPE_CHECKING:
     import torch
@@ -40,9 +40,16 @@ def weights_digest(
 ) -> str:
     """16 hex digits, as in `Status`; `tensors` holds a torch tensor or NumPy array for every required manifest tensor.
 
-    Values are cast to the engine's dtype first, as a refit does. Raises KeyError for a tensor that is missing.
+    Values are cast to the engine's dtype first, as a refit does. Raises `LayoutMismatch` for those that are missing.
     """
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"weights are a module or a mapping from names to tensors, no {type(tensors).__name__}")
     described = [tensor for tensor in manifest if not tensor.optional]
+    if missing := [tensor.name for tensor in described if tensor.name not in tensors]:
+        raise LayoutMismatch(
+            f"the engine's model has {len(missing)} tensors that are not among these: {', '.join(missing[:5])}",
+            details={"missing": missing},
+        )
     return to_hex(sum(_tensor_sum(tensor, tensors[tensor.name], mode) for tensor in described))
 
 
