@@ -58,6 +58,7 @@ ANSWERS: Mapping[str, dict[str, Any]] = {
     "refitd_abort": {"wrote": False},
     "refitd_cache_is_finite": {"finite": False},
     "refitd_digest": DIGEST,
+    "refitd_restore": DIGEST,
     "refitd_load_adapter": {"unused": []},
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,15 +20,22 @@ from refit_protocol.messages import (
     RefitCommitted,
     RefitPrepared,
     ReleaseWriter,
+    ReloadWeights,
+    RestoreWeights,
+    WeightsRestored,
     WriterAcquired,
     WriterReleased,
 )
-from refit_protocol.states import EngineState
+from refit_protocol.states import EngineEvent, EngineState
+from refitd import refit as refit_module
+from refitd.config import Config
 from refitd.sessions import SessionState
-from tests.scripted_app import loaded_app
+from refitd.worker_error import WorkerError
+from tests.scripted_app import ScriptedApp, loaded_app
 
 # Of the loop: more than anything takes that waits for nothing.
 TURNS = 50
+BOUND_SECONDS = 30.0
 
 
 def test_letting_go_is_done_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +110,64 @@ def test_a_takeover_waits_for_the_end_of_what_is_ending(tmp_path: Path, monkeypa
             assert scripted.app.gate.state is EngineState.READY
             await scripted.open(last, acquired.epoch)
             await aborting
+
+    asyncio.run(run())
+
+
+def test_a_reload_that_is_given_up_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the disk is slow to say what lies there, and the role passes on meanwhile."""
+    looking, may_look, looked = (threading.Event() for _ in range(3))
+
+    def look(_path: str | None, _config: Config) -> Path:
+        looking.set()
+        may_look.wait()
+        looked.set()
+        return tmp_path
+
+    async def give_up(scripted: ScriptedApp) -> None:
+        session, epoch = await scripted.writer()
+        reloading = asyncio.create_task(scripted.ask(session, ReloadWeights(epoch=epoch), RefitCommitted))
+        await asyncio.to_thread(looking.wait)
+        await scripted.ask(session, ReleaseWriter(), WriterReleased)
+        with pytest.raises(WorkerError, match="aborted: writer released"):
+            async with asyncio.timeout(BOUND_SECONDS):
+                await reloading
+        await scripted.open(session, (await scripted.ask(session, AcquireWriter(), WriterAcquired)).epoch)
+
+    async def run() -> None:
+        async with loaded_app(tmp_path, monkeypatch) as scripted:
+            monkeypatch.setattr(refit_module, "checkpoint_directory", look)
+            try:
+                await give_up(scripted)
+            finally:
+                may_look.set()
+            await asyncio.to_thread(looked.wait)
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+            assert not {"refitd_check_checkpoint", "refitd_reload"} & {method for method, _ in scripted.llm.asked}
+
+    asyncio.run(run())
+
+
+def test_a_writer_lets_go_when_what_it_has_restored_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one finds no restore under way, though whoever asked for this one is gone."""
+
+    async def run() -> None:
+        async with loaded_app(tmp_path, monkeypatch, refit={"keep_last": "host"}) as scripted:
+            session, epoch = await scripted.writer()
+            scripted.app.gate.step(EngineEvent.REFIT_STARTED)
+            scripted.app.gate.step(EngineEvent.REFIT_TORN)
+            restoring = scripted.llm.hold("refitd_restore")
+            asked = asyncio.create_task(scripted.ask(session, RestoreWeights(epoch=epoch), WeightsRestored))
+            await restoring.begun.wait()
+            asked.cancel()
+            releasing = asyncio.create_task(scripted.ask(session, ReleaseWriter(), WriterReleased))
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+            assert not releasing.done()
+            scripted.llm.release()
+            await releasing
+            assert scripted.app.gate.state is EngineState.READY
 
     asyncio.run(run())
 

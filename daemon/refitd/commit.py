@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import structlog
 
@@ -45,6 +45,8 @@ REPORTS_KEPT = 10
 
 log = structlog.get_logger()
 
+_Result = TypeVar("_Result")
+
 
 @dataclass
 class Ticket:
@@ -67,14 +69,14 @@ class Ticket:
     undoes: bool = False
     on_shut: Callable[[], None] = lambda: None
     _withdrawn: str | None = None
-    _waiting: asyncio.Future[None] | None = None
+    _waiting: asyncio.Future[Any] | None = None
 
-    async def wait(self, work: Awaitable[None]) -> None:
+    async def wait(self, work: Awaitable[_Result]) -> _Result:
         """Waits for `work`, at the longest until the ticket is withdrawn."""
         self.check()
-        self._waiting = asyncio.ensure_future(work)
+        self._waiting = waiting = asyncio.ensure_future(work)
         try:
-            await self._waiting
+            return await waiting
         except asyncio.CancelledError:
             self.check()
             raise

@@ -278,15 +278,14 @@ class Refit:
         assert isinstance(call.body, ReloadWeights)
         body = call.body
         self.writer.check(call.owner, body.epoch)
-        # Disks may be slow, and others' requests do not wait for them; the role may be lost meanwhile.
-        directory = await asyncio.to_thread(checkpoint_directory, body.path, self._config)
-        self.writer.check(call.owner, body.epoch)
         ticket = ticket_for(body, self._commit, self._config.refit, partial=False)
-        report = await self._running.in_window(call.owner, ticket, self._reload(str(directory), ticket))
+        report = await self._running.in_window(call.owner, ticket, self._reload(body.path, ticket))
         yield Answer(RefitCommitted(report=report))
 
-    async def _reload(self, directory: str, ticket: Ticket) -> RefitReport:
+    async def _reload(self, path: str | None, ticket: Ticket) -> RefitReport:
         refit = self._config.refit
+        # Disks may be slow: neither others' requests wait for them, nor whoever takes the role over.
+        directory = str(await ticket.wait(asyncio.to_thread(checkpoint_directory, path, self._config)))
         # Before the gate shuts, too: a wrong path must not cost running requests anything.
         await self._engine.call_workers(
             "refitd_check_checkpoint", directory, refit.plan, timeout_seconds=refit.deadline_seconds
@@ -311,7 +310,7 @@ class Refit:
         self.writer.check(call.owner, call.body.epoch)
         self._require_torn()
         started = time.monotonic()
-        await self._running.to_its_end(self._commit.restore())
+        await self._running.in_window(call.owner, None, self._commit.restore())
         milliseconds = (time.monotonic() - started) * 1e3
         yield Answer(
             WeightsRestored(version=self._gate.version, digest=self._commit.digest, total_milliseconds=milliseconds)

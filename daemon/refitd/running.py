@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 from refitd.commit import Ticket
@@ -13,14 +13,15 @@ _Result = TypeVar("_Result")
 
 
 class Running:
-    """All refit work under way; `windows` is what waits for a refit's window, or is inside of it, and for whom.
+    """All refit work under way; `windows` is what waits for a refit's window, or is inside of it: for whom, and with
+    the ticket that it can be given up by, if it can.
 
     Belongs to the event loop's thread.
     """
 
     def __init__(self) -> None:
         self.tasks: set[asyncio.Task[Any]] = set()
-        self.windows: dict[asyncio.Task[Any], tuple[Session, Ticket]] = {}
+        self.windows: dict[asyncio.Task[Any], tuple[Session, Ticket | None]] = {}
 
     def run(self, work: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
         task = asyncio.create_task(work)
@@ -32,7 +33,7 @@ class Running:
         """What `work` returns or raises; it is not cancelled with whoever waits for it."""
         return await asyncio.shield(self.run(work))
 
-    async def in_window(self, session: Session, ticket: Ticket, work: Coroutine[Any, Any, _Result]) -> _Result:
+    async def in_window(self, session: Session, ticket: Ticket | None, work: Coroutine[Any, Any, _Result]) -> _Result:
         """As above; what only waits for the window ends when the session lets go of the writer's role."""
         task = self.run(work)
         self.windows[task] = (session, ticket)
@@ -42,18 +43,22 @@ class Running:
     async def leave_windows(self, session: Session, why: str) -> None:
         """What waits is given up, what writes is waited for: the next writer finds nothing under way."""
         own = {task: ticket for task, (owner, ticket) in self.windows.items() if owner is session}
-        for ticket in own.values():
-            ticket.withdraw(why)
+        _withdraw(own.values(), why)
         if own:
             await asyncio.wait(own)
 
     def withdraw_all(self, why: str) -> None:
         """What waits is given up, whoever it is for."""
-        for _, ticket in self.windows.values():
-            ticket.withdraw(why)
+        _withdraw([ticket for _, ticket in self.windows.values()], why)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self.tasks.discard(task)
         # Whoever asked may be gone; the failure itself is in the log and in the status already.
         if not task.cancelled():
             task.exception()
+
+
+def _withdraw(tickets: Iterable[Ticket | None], why: str) -> None:
+    for ticket in tickets:
+        if ticket is not None:
+            ticket.withdraw(why)

@@ -252,7 +252,7 @@ class AsyncDaemon:
         """Makes the engine serve a checkpoint's weights: of the model's own directory, or of another with the same
         architecture, by its absolute path on the daemon's machine.
         """
-        return await reload(self.connection, self._role, None if path is None else os.fspath(path), options)
+        return await reload(self.connection, self._role, None if path is None else os.fsdecode(path), options)
 
     async def collective(self, address: str | None = None, **options: Unpack[CollectiveOptions]) -> AsyncCollective:
         """A group of this process and the engine's workers, for weights on other GPUs or another machine than the
@@ -347,7 +347,7 @@ class AsyncDaemon:
 
     async def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
         """Makes a LoRA adapter known by `name` to `generate(..., lora=name)`; `path` is on the daemon's machine."""
-        await self._ask(checked(LoadAdapter(name=name, path=os.fspath(path))), AdapterLoaded, SLOW_SECONDS)
+        await self._ask(checked(LoadAdapter(name=name, path=os.fsdecode(path))), AdapterLoaded, SLOW_SECONDS)
 
     async def unload_adapter(self, name: str) -> None:
         """Requests under way go on with it."""

@@ -305,7 +305,7 @@ class AsyncPreparedRefit:
     def report(self) -> RefitReport:
         """What the daemon says of the refit."""
         if self._report is None:
-            raise RefitdError("refit() comes first")
+            raise RefitdError("refit() comes first, and has to end: there is no report of one that was cancelled")
         return self._report
 
     async def abort(self) -> None:
