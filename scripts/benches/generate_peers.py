@@ -23,7 +23,7 @@ from typing import IO, Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from tests.daemon_process import ONE_THREAD
+from tests.daemon_process import SPARING
 
 SEQUENCES = 64
 START_SECONDS = 240.0
@@ -36,7 +36,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    **ONE_THREAD,
+    **SPARING,
 }
 
 CUDA_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}

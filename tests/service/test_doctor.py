@@ -443,6 +443,7 @@ def test_in_a_trainers_environment() -> None:
     assert "pip install 'refitd[cpu]'" in refused.stderr
 
 
+@pytest.mark.skipif(bool(devices.read_gpus()), reason="where there is a GPU an engine takes its memory")
 @pytest.mark.parametrize(("cache_gib", "code", "verdict"), [(1, 0, "pass"), (1_000_000, 1, "fail")])
 def test_a_configuration_is_examined_as_the_service_would_use_it(
     model_path: Path, short_directory: Path, cache_gib: int, code: int, verdict: str
