@@ -24,8 +24,9 @@ from tests.waiting import until
 
 START_SECONDS = 240.0
 STOP_SECONDS = 30.0
-# Of every process of the tests. Tiny models gain nothing from a second thread, and its spinning takes a core from all
-# others. PyTorch need not find out with a compiler, in each engine's start, what this processor can.
+# Of every process of the tests, and every engine of the benchmarks. Tiny models gain nothing from a second thread, and
+# its spinning takes a core from all others. PyTorch need not find out with a compiler, in each engine's start, what
+# this processor can.
 SPARING = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
 SMALL_ENGINE = (
     "engine.enforce_eager=true",
@@ -147,7 +148,7 @@ def start_daemon(
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "REFITD_RUNTIME_DIRECTORY": str(directory)},
+            env={**os.environ, **SPARING, "HF_HUB_OFFLINE": "1", "REFITD_RUNTIME_DIRECTORY": str(directory)},
         )
     return DaemonProcess(process, endpoint, log, curve)
 
