@@ -64,6 +64,8 @@ from tests.trainer.peer import Asked, Peer
 from tests.waiting import LOOK_SECONDS, until
 
 EPOCH, SOURCE, REFIT, RING, WORKERS = 7, 1, 5, 17, 2
+# Of the loop: more than a command takes until it waits.
+TURNS = 50
 
 
 TraceFunction: TypeAlias = Callable[[FrameType, str, Any], Any]
@@ -648,6 +650,30 @@ def test_an_interrupted_trainer_has_ended_it(
     assert daemon.since_prepared() == ([ReleaseWriter] if command is PrepareRefit else [FinishRefit, AbortRefit])
     daemon.silent.clear()
     assert client.refit(model) == REPORT
+
+
+@pytest.mark.usefixtures("daemon")
+def test_an_interrupted_refit_does_not_wait_for_a_daemon_that_is_gone(
+    peer: Peer, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for a connection that is soon back: such a daemon has ended it by itself."""
+    monkeypatch.setattr(one_refit, "RECONNECT_SECONDS", LOOK_SECONDS)
+
+    async def run() -> None:
+        async with AsyncDaemon.connect(peer.endpoint) as client:
+            await client.refit(model)
+            peer.stop()
+            await asyncio.to_thread(until, lambda: not client.connection._up.is_set(), "its end to be noticed")
+            refitting = asyncio.create_task(client.refit(model))
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+            refitting.cancel()
+            async with asyncio.timeout(30):
+                await asyncio.wait([refitting])
+            assert refitting.cancelled()
+            peer.start()
+
+    asyncio.run(run())
 
 
 @pytest.mark.filterwarnings("error:a prepared refit was left")

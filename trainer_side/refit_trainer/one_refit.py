@@ -61,7 +61,7 @@ class OneRefit:
         elif self._unanswered:
             with unless_restarted():
                 # What may have been begun has no number that we know: the role that it hangs on is given up.
-                await self._role.give_up(timeout_seconds=patience_seconds)
+                await self._role.give_up(timeout_seconds=patience_seconds, reconnect_seconds=RECONNECT_SECONDS)
 
     async def end(self, error: BaseException) -> None:
         """Aborts and leaves, once: the second time it may be asked for is where the first one was interrupted."""

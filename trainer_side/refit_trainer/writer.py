@@ -78,7 +78,7 @@ class WriterRole:
         """The session is over, and the daemon has closed our sources with it."""
         self._forget()
 
-    async def give_up(self, *, timeout_seconds: float) -> None:
+    async def give_up(self, *, timeout_seconds: float, reconnect_seconds: float | None = None) -> None:
         """`release` inside `enter()` and `leave()`.
 
         What the daemon does for a command that it has not answered has no number by which it could be aborted, but it
@@ -87,7 +87,9 @@ class WriterRole:
         self._forget()
         # Until it is answered: the role that is asked for meanwhile would be given up by it.
         self._is_in_doubt = True
-        await self._connection.request(ReleaseWriter(), WriterReleased, timeout_seconds=timeout_seconds)
+        await self._connection.request(
+            ReleaseWriter(), WriterReleased, timeout_seconds=timeout_seconds, reconnect_seconds=reconnect_seconds
+        )
         self._is_in_doubt = False
 
     def doubt(self) -> None:
@@ -99,8 +101,9 @@ class WriterRole:
         command failed with, or why its answer is not waited for."""
         self.note(error)
         if not is_answer(error):
+            patience_seconds = patience(error, timeout_seconds)
             with unless_restarted():
-                await self.give_up(timeout_seconds=patience(error, timeout_seconds))
+                await self.give_up(timeout_seconds=patience_seconds, reconnect_seconds=RECONNECT_SECONDS)
 
     @contextlib.asynccontextmanager
     async def writing(self, timeout_seconds: float) -> AsyncIterator[int]:
