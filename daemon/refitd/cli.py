@@ -144,7 +144,7 @@ def top(
     with Live(screen=True, auto_refresh=False) as live:
         try:
             while True:
-                seen = _status_or_none(reach)
+                seen = _status_or_none(reach, "refitd top")
                 if seen is not None:
                     history = followed_by(history, Moment(time.monotonic(), seen, seen.generated_tokens))
                 live.update(top_view(history if seen is not None else History(), reach.endpoint), refresh=True)
@@ -252,7 +252,9 @@ def _found(reach: Reach) -> Subject:
     """Without a configuration: what a trainer here would use."""
     from refitd.doctor import Subject
 
-    return Subject(os.environ, reach.endpoint, default_directory(os.environ, os.getuid()), _status_or_none(reach))
+    return Subject(
+        os.environ, reach.endpoint, default_directory(os.environ, os.getuid()), _status_or_none(reach, "refitd doctor")
+    )
 
 
 def _configured(flags: dict[str, Any], file: Path | None, keys: Path | None, server_key: str | None) -> Subject:
@@ -267,7 +269,7 @@ def _configured(flags: dict[str, Any], file: Path | None, keys: Path | None, ser
         _fail(str(error), 2)
     # Before a start there may be no client's keys yet.
     unasked = config.endpoint.startswith("tcp://") and keys is None and server_key is None
-    daemon = None if unasked else _status_or_none(_reach(config.endpoint, keys, server_key))
+    daemon = None if unasked else _status_or_none(_reach(config.endpoint, keys, server_key), "refitd doctor")
     checked = list(check_configuration(config, os.environ, daemon))
     return Subject(os.environ, config.endpoint, config.runtime_directory, daemon, checked)
 
@@ -282,11 +284,11 @@ def _ask_status(reach: Reach) -> Status:
         _fail(str(error), 1)
 
 
-def _status_or_none(reach: Reach) -> Status | None:
+def _status_or_none(reach: Reach, client: str) -> Status | None:
     from refit_trainer import RefitdError
 
     try:
-        with reach.connect("refitd doctor", timeout_seconds=2.0) as daemon:
+        with reach.connect(client, timeout_seconds=2.0) as daemon:
             return daemon.status()
     except RefitdError:
         return None
