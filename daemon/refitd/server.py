@@ -303,9 +303,10 @@ class Server:
         elif not self._try_send(identity, frames):
             backlog = self._backlogs[identity] = Backlog()
             self._queue(identity, backlog, frames)
-        self._schedule_receive()
 
     def _try_send(self, identity: bytes, frames: Sequence[Frame]) -> bool:
+        # Whether it is sent or not, ZeroMQ may take note of a message that has come, and its descriptor is silent then.
+        self._schedule_receive()
         try:
             # Only the first frame, the identity, can be refused: a message is sent whole or not at all.
             for frame in frames[:-1]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -208,6 +209,26 @@ def test_backlog_is_delivered_in_order(daemon: SmallDaemon, connect: Connect) ->
     received = [client.receive() for _ in asked]
     assert [header.id for header, _ in received] == asked
     assert all(isinstance(header.body, Manifest) for header, _ in received)
+
+
+def test_what_comes_while_others_are_tried_again_is_not_overlooked(daemon: SmallDaemon, connect: Connect) -> None:
+    """ZeroMQ takes note of it in whatever is done with the socket, and its descriptor does not tell again."""
+    lazy, lively = connect(receive_queue=1), connect()
+    lazy.hello()
+    lively.hello()
+    for _ in range(1000):
+        lazy.send(GetManifest())
+    daemon.until(lambda: daemon.server.waiting_bytes(session_of(daemon, lazy).identity) > 0)
+
+    def retry_when_it_comes() -> int:
+        request = lively.send(GetStatus())
+        descriptor = daemon.server._socket.fileno()
+        assert select.select([descriptor], [], [], 30)[0]
+        while select.select([descriptor], [], [], 0)[0]:
+            daemon.server._flush_backlogs()
+        return request
+
+    assert isinstance(lively.reply_to(daemon.in_loop(retry_when_it_comes)), Status)
 
 
 STALLED_READER = """
