@@ -10,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from refit_protocol.messages import Generate, Sampling
-from refit_trainer.options import check_names, check_options, checked
+from refit_trainer.options import check_options, checked
 
 # One prompt: token ids as a list, an array or a one-dimensional tensor; or text.
 Prompt: TypeAlias = "Sequence[int] | npt.NDArray[np.integer[Any]] | str | Any"
 
 _INT32 = np.iinfo(np.int32)
+_SAMPLING = frozenset(Sampling.__struct_fields__)
 
 
 # What happens at an output that was cut off: `OutputIncomplete`, or it comes like any other.
@@ -49,17 +50,16 @@ class Reading:
 
 def reading_of(options: GenerateOptions) -> Reading:
     """Raises as `check_options` does."""
-    check_generate_names(options, GenerateOptions)
+    refuse_misplaced(options)
     check_options("generate", options, GenerateOptions)
     return Reading(options.get("deadline_seconds"), options.get("incomplete", "raise"))
 
 
-def check_generate_names(options: Mapping[str, Any], kind: type) -> None:
-    """Raises TypeError for an option that `kind`, one of the typed dictionaries here or a larger one, does not have."""
-    if misplaced := sorted(options.keys() & set(Sampling.__struct_fields__)):
+def refuse_misplaced(options: Mapping[str, Any]) -> None:
+    """Raises TypeError for what is said beside the sampling instead of in it."""
+    if misplaced := sorted(options.keys() & _SAMPLING):
         named = misplaced[0]
         raise TypeError(f"generate() has no option {named!r}: it belongs into the sampling, Sampling({named}=...)")
-    check_names("generate", options, kind)
 
 
 def generate_command(

@@ -24,8 +24,8 @@ from refit_trainer.fleet.turns import Turns
 from refit_trainer.inbox import Mailbox
 from refit_trainer.link import CurveKeys
 from refit_trainer.opening import Opening
-from refit_trainer.options import Count, Patience, Seconds, check_options
-from refit_trainer.prompts import GenerateOptions, Prompt, check_generate_names, generate_command, reading_of
+from refit_trainer.options import Count, Patience, Seconds, check_names, check_options
+from refit_trainer.prompts import GenerateOptions, Prompt, generate_command, reading_of, refuse_misplaced
 from refit_trainer.refits import CommitOptions, RefitOptions, split_options
 from refit_trainer.replies import AsyncReplies, Item
 from refit_trainer.steps import Steps, walk
@@ -369,7 +369,8 @@ def order_of(
     prompts: Iterable[Prompt], sampling: Sampling | None, options: FleetGenerateOptions, *, whole: bool
 ) -> Order:
     """Raises TypeError or ValueError for what is no prompt, an option that cannot be, or groups that do not fit."""
-    check_generate_names(options, FleetGenerateOptions)
+    refuse_misplaced(options)
+    check_names("generate", options, FleetGenerateOptions)
     if isinstance(prompts, str):
         raise TypeError("prompts is one text: pass a list of prompts")
     listed, groups = list(prompts), options.get("groups")
